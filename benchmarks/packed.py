@@ -99,7 +99,7 @@ def cases(steps: int, precision: str) -> Iterator[Case]:
 
 def main() -> None:
     p = pairs_parser(__doc__, steps=8)
-    p.add_argument("--precision", default="auto", help="ours; theirs is fp32, its default")
+    p.add_argument("--precision", default="auto", help="ours; Trainer's is fp32, its default")
     args = p.parse_args()
     precision = CpuDevice().automatic_precision()[0] if args.precision == "auto" else args.precision
     for case in cases(args.steps, precision):

@@ -132,7 +132,7 @@ def _exchange(temporary: Path, final: Path) -> None:
         number = ctypes.get_errno()
         if number not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
             raise OSError(number, os.strerror(number), str(final))
-    replaced = final.with_name(final.name + _REPLACED_SUFFIX)
+    replaced = replaced_name(final)
     final.rename(replaced)
     failpoint(f"rename-between:{final.name}")
     temporary.rename(final)
@@ -140,9 +140,14 @@ def _exchange(temporary: Path, final: Path) -> None:
     replaced.rename(temporary)
 
 
+def replaced_name(final: Path) -> Path:
+    """What the directory `final` is called between the two renames of `_exchange`."""
+    return final.with_name(final.name + _REPLACED_SUFFIX)
+
+
 def restore_replaced(final: Path) -> None:
     """Restore the directory that a process killed in `_exchange` has left without its name. Raises OSError."""
-    replaced = final.with_name(final.name + _REPLACED_SUFFIX)
+    replaced = replaced_name(final)
     if replaced.exists() and not final.exists():
         replaced.rename(final)
 

@@ -75,9 +75,9 @@ def _locked(config: TrainConfig, mesh: Mesh) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if mesh.is_root:
             try:
-                _require_places(config)
                 if not config.trial and not is_held_for_us(config.output_dir):  # a trial does not write there
                     stack.enter_context(hold(config.output_dir))
+                _require_places(config)
             except UserError as error:
                 problem = str(error)
         problem = mesh.broadcast_object(problem)
@@ -87,7 +87,7 @@ def _locked(config: TrainConfig, mesh: Mesh) -> Iterator[None]:
 
 
 def _require_places(config: TrainConfig) -> None:
-    for option, path in (("metrics_file", config.metrics_file), ("graphs", config.graphs if config.trial else None)):
+    for option, path in (("graphs", config.graphs),) if config.trial else (("metrics_file", config.metrics_file),):
         if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK)):
             raise UserError(f"--{option} {path} cannot be written; give a file in a folder that is there and yours")
 

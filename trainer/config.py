@@ -154,7 +154,10 @@ class TrainConfig:
         0.0, **_CKPT, least=0, unit="minutes", help="minutes between checkpoints; 0: none"
     )
     num_ckpts_to_keep: int = option(
-        2, **_CKPT, least=-1, help="checkpoints to keep, beside each phase's last stable one; -1: all; tutorial: 1"
+        2,
+        **_CKPT,
+        least=-1,
+        help="checkpoints to keep, at least one, beside each phase's last stable one; -1: all; tutorial: 1",
     )
     minimal_ckpt: bool = option(
         False, **_CKPT,
@@ -219,8 +222,6 @@ class TrainConfig:
                 f"grad_accum_usteps / batches_per_execution = {self.grad_accum_usteps} / {self.batches_per_execution} "
                 f"is not a whole number: steps would have different graphs; change one of them"
             )
-        if not self.num_ckpts_to_keep:
-            raise UserError("--num_ckpts_to_keep 0 keeps nothing to resume from; allowed: 1 or more, or -1 for all")
         if self.budget is None:
             require_warmup(
                 self.schedule, warmup_steps=self.warmup_steps, max_steps=self.max_steps, decay_share=self.decay_share

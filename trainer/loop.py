@@ -66,13 +66,12 @@ class Trainer:
         cases. Raises `NonFiniteStep`, `ReplicasDiffer`, `DiskError`."""
         try:
             self._train()
-        except AgreedError:  # a checkpoint under way is still good; all workers wait for it
-            with contextlib.suppress(UserError, RuntimeError):
-                self.checkpointer.close()
+        except AgreedError:  # a checkpoint under way is still good; all workers wait for it, and for each other
+            with contextlib.suppress(RuntimeError):  # another worker is lost: this error is the cause
+                self.mesh.patiently(self._finish_checkpoint)
             raise
         except UserError:
-            with contextlib.suppress(UserError):
-                self.checkpointer.finish()
+            self._finish_checkpoint()
             raise
         except Exception as error:
             if is_loss(error):
@@ -80,6 +79,11 @@ class Trainer:
             self.checkpointer.finish_soon()
             raise
         return self.state.step >= self.config.stop_step
+
+    def _finish_checkpoint(self) -> None:
+        """Let the checkpoint under way be completed after an error, which matters more than the write's."""
+        with contextlib.suppress(UserError):
+            self.checkpointer.finish()
 
     def _train(self) -> None:
         self.agreement.begin()

@@ -12,7 +12,6 @@ from typing import Any
 
 from common.errors import UserError
 from common.files import parse_utc
-from common.files import read_json as read_json
 from pipeline.launchers.base import Launcher
 from pipeline.launchers.jobs import Job, JobLauncher
 from pipeline.launchers.local import Local

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from common.errors import LockHeld
-from common.files import read_json
 from common.lock import LOCK, is_held
 from common.lock import hold as hold_directory
 
@@ -20,9 +20,15 @@ JOB = "job.json"
 
 def read_job(directory: Path) -> dict[str, Any] | None:
     """The record of the job of a stage directory; empty if it is damaged; None if there is none."""
-    if not (directory / JOB).exists():
+    try:
+        content = (directory / JOB).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    return read_json(directory / JOB) or {}
+    try:
+        record = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 @contextlib.contextmanager

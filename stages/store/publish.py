@@ -24,6 +24,7 @@ from common.files import (
     failpoint,
     fsync_directory,
     rename_durably,
+    replaced_name,
     restore_replaced,
 )
 from stages.store.backend import Report
@@ -99,7 +100,7 @@ class Folder:
     def check(self, publication: Publication) -> None:
         if self.folder.exists() and not self.folder.is_dir():
             raise UserError(f"{self.folder} is a file; give a folder")
-        for replaced in (self.folder, self._temporary):
+        for replaced in (self.folder, self._temporary, replaced_name(self.folder)):
             # .nfs…: removed, but still open somewhere.
             there = sorted(set(replaced.iterdir()) - set(replaced.glob(".nfs*"))) if replaced.exists() else []
             others = [path for path in there if path.is_dir() or not publication.is_of_a_model(path.name)]
@@ -116,9 +117,9 @@ class Folder:
         require_disk_space(self.folder.parent, publication.total_bytes, "the model needs")
         with disk_errors(self.folder):
             self.folder.parent.mkdir(parents=True, exist_ok=True)
-            restore_replaced(self.folder)
             fd = _own(temporary)
             try:
+                restore_replaced(self.folder)
                 for name, path in publication.files.items():
                     with path.open("rb", buffering=0) as source, (temporary / name).open("xb") as copy:
                         copy_hashed(source, copy, path.stat().st_size, report)

@@ -49,7 +49,7 @@ def announced(backend: Backend) -> Iterator[Callable[[], None]]:
 
     def renew(over: threading.Event) -> None:
         while not over.wait(_RENEW_S):
-            with contextlib.suppress(UserError):  # the next part says it
+            with contextlib.suppress(Exception):  # what lasts, the next part says
                 go_on()
 
     try:

@@ -68,6 +68,28 @@ def test_manifests_are_what_kubernetes_allows(prepared: Chain, words: tuple[str,
         crds.validate(document, version)
 
 
+def test_what_survival_rests_on_is_what_kubernetes_documents(prepared: Chain) -> None:
+    """Names and values from Kubernetes' documentation of Jobs, pod failure policies and headless services. The stand-in
+    for kubectl knows nothing of them."""
+    service, job = documents(prepared)
+    name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]
+    # Pod 0's name resolves, and before pod 0 is ready: all pods wait for it.
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert pod["subdomain"] == service["metadata"]["name"]
+    # A pod that is killed is replaced, and one that is evicted may save first and is no failure.
+    assert job["spec"]["backoffLimit"] >= 100
+    assert pod["restartPolicy"] == "Never"
+    assert pod["terminationGracePeriodSeconds"] == 120
+    evicted, given_up = job["spec"]["podFailurePolicy"]["rules"]
+    assert evicted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    assert given_up["action"] == "FailJob"
+    assert given_up["onExitCodes"]["operator"] == "In"
+    assert {1, 2, 70} <= set(given_up["onExitCodes"]["values"])
+    assert not {75, 130, 137, 143} & set(given_up["onExitCodes"]["values"]), "saved and stopped, or killed"
+
+
 def test_a_broken_manifest_would_be_noticed(prepared: Chain) -> None:
     _, job = documents(prepared)
     job["spec"]["template"]["spec"]["restartPolicies"] = "Never"

@@ -166,9 +166,9 @@ class Checkpointer:
         self._manager.finish()
 
     def finish_soon(self) -> None:
-        """After an error: let this worker's write end, but beside other workers, which it may wait for, only as long as
-        torchrun lets it."""
-        with contextlib.suppress(UserError, TimeoutError):
+        """After an error, which matters more than the write's: let this worker's write end, but beside other workers,
+        which it may wait for, only as long as torchrun lets it."""
+        with contextlib.suppress(Exception):
             self._manager.finish(None if self._mesh.world_size == 1 else _PATIENCE_S)
 
     def close(self) -> None:

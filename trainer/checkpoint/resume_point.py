@@ -77,17 +77,22 @@ def how_to_go_on(config: TrainConfig) -> str:
 
 def require_other_phase(config: TrainConfig) -> None:
     """Raise `UserError` if a phase with a budget is to continue another training of the same phase."""
+    state = given_state(config)
+    if state is not None and not config.new_data and state.phase == config.phase:
+        raise UserError(
+            f"--budget is for a whole phase, and {config.resume_ckpt_path} is of step {state.step} of this phase; give "
+            f"--max_steps, or --new_data to begin at step 0 with its weights"
+        )
+
+
+def given_state(config: TrainConfig) -> TrainState | None:
+    """The state in the external checkpoint that the options name; None if they name none. Raises `UserError`."""
     given, _ = _named(config, checkpoint_directory(config))
-    if given is None or config.new_data:
-        return
+    if given is None:
+        return None
     _refuse_scripts(config, given)
     require_valid(given)
-    state = TrainState.read(given)
-    if state.phase == config.phase:
-        raise UserError(
-            f"--budget is for a whole phase, and {given} is of step {state.step} of this phase; give --max_steps, or "
-            f"--new_data to begin at step 0 with its weights"
-        )
+    return TrainState.read(given)
 
 
 def checkpoint_directory(config: TrainConfig) -> Path:

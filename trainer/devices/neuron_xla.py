@@ -114,6 +114,17 @@ def load_runtime() -> None:
     import torch_neuronx  # noqa: F401 (registers NeuronCores with torch_xla)
 
 
+def require_rounding_to_agree(named: str, given: Mapping[str, str]) -> None:
+    """Raise `UserError` if the user's own variable has the hardware round where the precision that the options name
+    does not. In the self-test, a device that rounds also computes in fp32, where nothing is rounded."""
+    precision = _AUTOMATIC if named == "auto" else named
+    if precision not in _ROUNDED and given.get(_ROUNDING) == "1":
+        raise UserError(
+            f"{_ROUNDING}=1, but precision {precision} rounds to nearest; unset it, or give --precision "
+            f"{' or '.join(_ROUNDED)}"
+        )
+
+
 class NeuronXlaDevice(XlaDevice):
     """One NeuronCore per worker. Reductions are part of the graph."""
 
@@ -127,6 +138,7 @@ class NeuronXlaDevice(XlaDevice):
         if mesh.local_rank == 0:
             check_workers(mesh.local_world_size, cores(), os.environ.get("NEURON_RT_VISIBLE_CORES"))
         cache = None if options.compile_cache is None else node_cache(Path(options.compile_cache), node_rank())
+        require_rounding_to_agree(options.precision, os.environ)
         wanted, settings = settle(environment(options, nodes=mesh.nodes, cache=cache, given=os.environ), os.environ)
         os.environ.update(wanted)
         self._settings = [*settings, raise_open_files()]
@@ -163,11 +175,6 @@ class NeuronXlaDevice(XlaDevice):
             raise UserError(
                 f"precision {name} needs {_ROUNDING}=1, but it is {os.environ.get(_ROUNDING, 'unset')}; unset it if it "
                 f"is yours, and name the precision on the command line (--precision {name})"
-            )
-        if name not in _ROUNDED and os.environ.get(_ROUNDING) == "1":
-            raise UserError(
-                f"{_ROUNDING}=1, but precision {name} rounds to nearest; unset it, or choose one of "
-                f"{', '.join(sorted(_ROUNDED))}"
             )
 
     def resumes_exactly(self, precision: str) -> bool:

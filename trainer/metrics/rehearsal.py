@@ -19,7 +19,7 @@ from torch import Tensor
 from common.errors import Interrupted
 from common.files import PROGRESS, disk_errors, failpoint, replace_json
 from trainer.checkpoint.gather import OptimizerShares
-from trainer.checkpoint.resume_point import require_other_phase
+from trainer.checkpoint.resume_point import given_state, require_other_phase
 from trainer.checkpoint.snapshot import HostCopy
 from trainer.config import TrainConfig
 from trainer.launch.preemption import Requests
@@ -120,8 +120,9 @@ def _precision(run: Run) -> str:
     config = run.config
     if not config.new_data or config.wanted_precision != "auto":
         return config.precision
-    state = run.mesh.by_root(lambda: TrainState.read(config.resume_ckpt_path or config.output_dir))
-    return state.known_precision if state.phase == config.phase and state.known_precision else config.precision
+    state = run.mesh.by_root(lambda: given_state(config))
+    is_same_phase = state is not None and state.phase == config.phase
+    return (state.known_precision if state is not None and is_same_phase else None) or config.precision
 
 
 def _averaged(workload: Workload, rehearsal: TrainConfig) -> Workload:

@@ -81,11 +81,11 @@ def ports(plan: Plan) -> Iterator[Finding]:
     settings = core()
     if not settings.local_scheduler:
         url = settings.scheduler_url or f"http://{settings.scheduler_host}:{settings.scheduler_port}"
-        parts = urlsplit(url)
         try:
+            parts = urlsplit(url)
             port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError:
-            port = 0
+            parts, port = urlsplit(""), 0
         if not port or not parts.hostname or parts.scheme not in ("http", "https"):
             yield Finding("luigid", "problem", f"[core] scheduler_url = {url}; allowed: http://HOST:PORT, or https")
             return

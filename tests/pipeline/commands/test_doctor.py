@@ -337,7 +337,7 @@ def test_7_no_luigid(chain: Chain, tmp_path: Path) -> None:
     port = free_port()
     other = Chain(tmp_path, f"[core]\nlocal_scheduler = false\nscheduler_port = {port}\n")
     assert f"localhost:{port} does not answer" in problem(other, "luigid")
-    for url in (f"http://localhost:{port}x", f"localhost:{port}", "ftp://localhost"):
+    for url in (f"http://localhost:{port}x", f"localhost:{port}", "ftp://localhost", "http://[::1"):
         other = Chain(tmp_path, f"[core]\nlocal_scheduler = false\nscheduler_url = {url}\n")
         assert f"scheduler_url = {url}; allowed: http://HOST:PORT" in problem(other, "luigid")
     other = Chain(tmp_path, f"[core]\nlocal_scheduler = false\nscheduler_port = {port}\n")

@@ -13,12 +13,16 @@ from typing import Any, cast
 import pytest
 
 from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, LockHeld, UserError
+from common.process import heeded_signals
 from common.secrets import Secret
 from pipeline.commands import cancel
 from pipeline.launchers import find_job, jobs
+from pipeline.launchers.base import StageCommand
 from pipeline.launchers.jobs import STATE, Job, Unreachable
 from pipeline.launchers.jobs import State as JobState
 from pipeline.launchers.process import ProcessResult
+from pipeline.launchers.slurm import SlurmScheduler, batch_script
+from pipeline.settings.cluster import Slurm
 from pipeline.settings.sections import Store
 from pipeline.status.stage_dirs import holder
 from pipeline.store.shared import SharedStage, SharedStore
@@ -227,3 +231,13 @@ def test_a_record_that_cannot_be_read_may_be_of_a_job_that_runs(tmp_path: Path, 
     assert str(holder(tmp_path)).startswith(f"{tmp_path / JOB} is damaged: ")
     with pytest.raises(LockHeld, match=r"job.json is damaged: a job on other machines may be at work in"):
         hold(tmp_path).__enter__()
+
+
+def test_slurm_is_told_to_warn_a_job_before_its_end_and_to_requeue_it(tmp_path: Path) -> None:
+    """The batch script alone gets the signal (B:), which is the one that the supervisor heeds."""
+    settings = Slurm(time_limit="10", signal_s=120)
+    work = StageCommand("pretrain-phase1", tmp_path, -1, "0" * 64, [], 1, True, None)
+    job = Job(tmp_path, {"name": "a", "token": "b"}, SlurmScheduler())
+    lines = batch_script(work, job, settings).splitlines()
+    assert {"#SBATCH --signal=B:USR1@120", "#SBATCH --requeue", "#SBATCH --time=10"} <= set(lines)
+    assert signal.SIGUSR1 in heeded_signals()

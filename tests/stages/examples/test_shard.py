@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -15,8 +16,11 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
+from common.workers import Workers
+from stages.directory.builders import Builders
 from stages.directory.manifest import StageDirectory
 from stages.examples import plans, shard_writer, shards
+from stages.examples.pairs import PAIR
 from stages.examples.shard_writer import row_ranges
 from stages.shard import ShardOptions, shard_dataset, tokens_fingerprint
 from stages.tokens.files import TRAINING, part_paths, read_part
@@ -187,6 +191,29 @@ def test_the_phases_draw_independently(tmp_path: Path, tokens: Path) -> None:
     between = np.corrcoef(*phases)[:3, 3:]  # within a phase, the length and the positions depend on each other
     # Nine coefficients with a standard deviation of 1/√rows.
     assert np.abs(between).max() < 4 / np.sqrt(rows), dict(zip(drawn, between, strict=False))
+
+
+def test_equal_parts_of_a_corpus_are_planned_independently(tmp_path: Path, tokens: Path) -> None:
+    """Else document k of each of Wikipedia's 1,750 parts would be cut and paired alike."""
+    options = ShardOptions(tokens=tokens, seq_len=32, max_pred_len=5, shards=1, processes=1)
+    found, parts = plans.read_splits(tokens, options.form)[TRAINING], 6
+    cut = found.cut[1] * np.arange(parts + 1)
+    equal = dataclasses.replace(found, parts=found.parts[:1] * parts, cut=cut)
+    with (
+        Workers(1) as workers,
+        StageDirectory.begin(tmp_path / "out", lambda: options.identity(tokens_fingerprint(tokens))) as work,
+    ):
+        plans.make_plans(
+            work, {TRAINING: equal}, options.form, separator=3, seed=1, phase=1, workers=workers, builders=Builders()
+        )
+        paths = [plans.pairs_path(work.path / plans.PLAN, TRAINING, index) for index in range(parts)]
+        drawn = [np.fromfile(path, PAIR) for path in paths]
+    rows = min(map(len, drawn))
+    assert rows > 300
+    assert len({pairs.tobytes() for pairs in drawn}) == parts
+    for name in ("random", "a_length"):
+        between = np.corrcoef([pairs[name][:rows].astype(float) for pairs in drawn])
+        assert np.abs(between[np.triu_indices(parts, 1)]).max() < 4.5 / np.sqrt(rows), name
 
 
 def test_rows_are_dealt_out_evenly_and_completely() -> None:

@@ -221,6 +221,21 @@ def test_the_vocabulary_never_sees_held_out_text(tmp_path: Path, stage: Stage) -
     assert counts(tmp_path / "o")["held_out_documents"] == 2
 
 
+def test_the_vocabulary_never_sees_the_share_that_is_held_out(tmp_path: Path, stage: Stage) -> None:
+    """Each document has a letter of its own."""
+    letters = [chr(0x0561 + number) for number in range(38)]  # Armenian, lower case
+    text = tmp_path / "text"
+    text.write_text("\n\n".join(" ".join([f"{one}{one} {one}{one}{one} word."] * 20) for one in letters))
+    given = ("--source", text, "--held-out", 0.25, "--vocab-size", 300, "--max-unknown-share", 1, "--processes", 1)
+    ran = stage("tokenize", *given, "--out", tmp_path / "o")
+    assert ran.returncode == 0, ran.stderr
+    pieces = "".join(read_vocabulary(tmp_path / "o/tokenizer/vocab.txt"))
+    unseen = [one for one in letters if one not in pieces]
+    assert len(unseen) == counts(tmp_path / "o")["held_out_documents"] >= 5
+    assert 1 in all_tokens(tmp_path / "o", TEST)
+    assert 1 not in all_tokens(tmp_path / "o", TRAINING)
+
+
 def test_datasets_are_contiguous_and_small(tmp_path: Path, stage: Stage) -> None:
     text = write_corpus(tmp_path / "text", documents=50)
     assert stage("tokenize", "--source", text, "--out", tmp_path / "o", "--vocab-size", 200).returncode == 0

@@ -20,6 +20,7 @@ import trustme
 
 import stages.transfer.fetch
 import stages.transfer.http
+import stages.transfer.partial
 import stages.transfer.ranges
 import stages.transfer.remote
 from common.files import read_json
@@ -543,3 +544,31 @@ def test_without_a_least_rate_a_connection_may_take_its_time(web: Web, shards: P
     message = refused(web.url, tmp_path / "out", low_speed_limit_bytes_per_s=0, low_speed_time_s=1)
     assert "is not a tar archive" in message or "is damaged" in message
     assert len(web.parts) == 1
+
+
+def test_the_state_lists_only_what_is_on_the_disk(
+    web: Web, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill, which keeps the page cache, cannot tell."""
+    events: list[object] = []
+    fsync, write = os.fsync, stages.transfer.partial.State.write
+
+    def synced(fd: int) -> None:
+        events.append(os.readlink(f"/proc/self/fd/{fd}").rpartition("/")[2])
+        fsync(fd)
+
+    def written(state: stages.transfer.partial.State, directory: Path) -> None:
+        events.append(state)
+        write(state, directory)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(stages.transfer.partial.State, "write", written)
+    monkeypatch.setattr(stages.transfer.ranges, "_SAVE_INTERVAL_S", 0.0)
+    web.faults.extend([cut(300_000)] * 2)
+    download(web.url, tmp_path / "out")
+    assert bytes_of(tmp_path / "out") == bytes_of(shards)
+    saved = [at for at, what in enumerate(events) if isinstance(what, stages.transfer.partial.State)]
+    listed = [(before, at) for before, at in zip([0, *saved], saved, strict=False) if events[at].have]  # type: ignore[attr-defined]
+    assert len(listed) > 2
+    for before, at in listed:
+        assert stages.transfer.partial.PART in events[before:at]

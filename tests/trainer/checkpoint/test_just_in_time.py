@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 import time
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from common.errors import DiskError, NonFiniteStep
 from tests.helpers.small_language import train_here, trainer_here
 from tests.helpers.support import FORKS, assert_same_bytes, metrics, train
+from tests.trainer.parallel.test_mesh import all_end
 from trainer.checkpoint import manager
 from trainer.checkpoint.directory import why_invalid
 from trainer.metrics.results import append_missing, recorded_steps
@@ -135,22 +137,37 @@ def test_any_error_leaves_the_checkpoint_under_way_whole(
     assert why_invalid(tmp_path / "checkpoints" / "ckpt_3") is None
 
 
-def test_workers_that_agree_on_an_error_wait_together_for_the_checkpoint_under_way(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else torchrun kills the root, which is writing, half a minute after the first of the others has ended."""
-    trainer, _ = trainer_here(data, tmp_path, steps=6, warmup_steps=1)
-    closed: list[bool] = []
+def _agree_on_an_error(rank: int, port: int, data: Path, out: Path, fails: bool) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    mesh = Mesh(rank=rank, local_rank=rank, world_size=2, local_world_size=2).connect("gloo", 60)
+    trainer, _ = trainer_here(data, out / str(rank), steps=6, warmup_steps=1)
+    trainer.mesh = mesh
+    written = out / "written"
 
-    def fails() -> None:
+    def write() -> None:
+        time.sleep(1.5)
+        if fails:
+            raise DiskError("disk full")
+        written.touch()
+
+    def train() -> None:
+        if rank == 0:
+            trainer.checkpointer._manager.begin(write)
         raise NonFiniteStep("step 3", step=3)
 
-    monkeypatch.setattr(trainer, "_train", fails)
-    monkeypatch.setattr(trainer.checkpointer, "close", lambda: closed.append(True))
+    trainer._train = train  # type: ignore[method-assign]
     with pytest.raises(NonFiniteStep):
         trainer.train()
-    trainer.metrics.abandon()
-    assert closed == [True]
+    assert fails or written.exists(), "in each worker: torchrun kills the root 30 s after the first of them has ended"
+    assert mesh.sum_on_host([rank + 1]) == [3], "they are at the same point"
+    mesh.disconnect()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_workers_that_agree_on_an_error_wait_together_for_the_checkpoint_under_way(
+    data: Path, tmp_path: Path, fails: bool
+) -> None:
+    all_end(_agree_on_an_error, 2, data, tmp_path, fails)
 
 
 @pytest.mark.parametrize("where", ["prepare", "step"])

@@ -289,6 +289,30 @@ def test_packed_sequences_are_masked_each_by_itself(tmp_path: Path) -> None:
             assert len(labels) == 1000 * (int(S * 0.2) + 3)
 
 
+def test_packed_sequences_of_a_row_are_masked_independently(tmp_path: Path) -> None:
+    """Two equal sequences in each of 4,000 rows: neither the places nor what stands there depend on each other."""
+    rows, length, rng = 4000, S // 2, np.random.default_rng(3)
+    one = rng.integers(5, len(PIECES), (rows, length), np.uint16)
+    one[:, 0], one[:, length // 2], one[:, -1] = CLS, SEP, SEP
+    ids, zeros = np.concatenate([one, one], axis=1), np.zeros((rows, S), np.uint8)
+    (tmp_path / "data").mkdir()
+    arrays = {"input_ids": ids, "input_mask": zeros + 1, "segment_ids": zeros}
+    arrays |= {"next_sentence_labels": zeros[:, :2], LENGTHS_KEY: np.full((rows, 2), length, np.uint16)}
+    write_shard(tmp_path / "data" / "x_training_0.hdf5", arrays)
+    packed = ShardSet.open(tmp_path / "data")
+    after, _, masked = read(reader(packed, MaskRate(0.2, 0.2)), all_rows(packed))
+    first, second = masked[:, :length], masked[:, length:]
+    inner = np.r_[1 : length // 2, length // 2 + 1 : length - 1]
+    assert (first[:, inner] != second[:, inner]).any(axis=1).mean() > 0.99
+    found = np.corrcoef(first[:, inner].ravel(), second[:, inner].ravel())[0, 1]
+    assert abs(found) < 5 / np.sqrt(rows * len(inner))
+    both = first & second
+    is_mask = after == VOCABULARY.mask
+    agree = (is_mask[:, :length] == is_mask[:, length:])[both]
+    assert len(agree) > 2000
+    assert abs(agree.mean() - (0.8**2 + 0.2**2)) < 5 * np.sqrt(0.68 * 0.32 / len(agree))
+
+
 def test_whole_words_are_masked_together(shards: ShardSet) -> None:
     _, labels, masked = read(reader(shards, MaskRate(0.3, 0.3), whole_words=True), all_rows(shards))
     original = np.concatenate([shards.read(n, np.arange(2000))["input_ids"] for n in range(2)])

@@ -247,3 +247,29 @@ except UserError as error:
     sys.exit(f"error: {{error}}")
 """
     assert_one_line_error(command("-c", program), "synthetic_training_0.hdf5", "has been cut short", "make or fetch it")
+
+
+def test_as_many_shards_as_are_mapped_at_a_time_and_the_latest_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each keeps a descriptor and address space: of a thousand shards a worker would run out."""
+    shards = ShardSet.open(write_dataset(tmp_path, [7] * 40))
+    opened: list[str] = []
+    usual = shards_module.open_hdf5
+
+    def counted(path: Path) -> Any:
+        opened.append(path.name)
+        return usual(path)
+
+    monkeypatch.setattr(shards_module, "open_hdf5", counted)
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(40):
+        with h5py.File(tmp_path / shards.names[number]) as file:
+            np.testing.assert_array_equal(shards.read(number, np.arange(7))["input_ids"], file["input_ids"][()])
+    assert len(opened) == 40
+    assert len(os.listdir("/proc/self/fd")) - before <= 17
+    for number in (24, 39, 30, 24):
+        shards.read(number, np.arange(7))
+    assert len(opened) == 40, "the latest 16"
+    shards.read(0, np.arange(1))
+    assert opened[40:] == [shards.names[0]]

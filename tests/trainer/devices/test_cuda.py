@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from trainer.devices.cuda import bf16_peak
+from trainer.devices.cuda import CudaDevice, bf16_peak
 
 
 @pytest.mark.parametrize(
@@ -31,3 +32,19 @@ from trainer.devices.cuda import bf16_peak
 )
 def test_a_peak_is_that_of_the_gpu_by_its_whole_name(name: str, teraflops: int | None) -> None:
     assert bf16_peak(name) == (None if teraflops is None else teraflops * 1e12)
+
+
+def test_a_copy_for_a_checkpoint_is_complete_when_it_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies do not wait for the GPU; the thread that writes them knows nothing of it."""
+    done: list[str] = []
+
+    class Copy:
+        def copy_(self, source: str, *, non_blocking: bool) -> None:
+            assert non_blocking
+            done.append(source)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(str(device)))
+    device = CudaDevice.__new__(CudaDevice)
+    device.torch_device = torch.device("cuda", 1)
+    device.copy_to_host(["a", "b"], [Copy(), Copy()])  # type: ignore[list-item]
+    assert done == ["a", "b", "cuda:1"]

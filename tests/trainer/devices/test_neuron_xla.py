@@ -33,6 +33,7 @@ from trainer.devices.neuron_xla import (
     NeuronXlaDevice,
     bucket_bytes,
     environment,
+    require_rounding_to_agree,
     root_comm_id,
     settle,
 )
@@ -157,13 +158,14 @@ def test_hardware_that_does_not_round_is_refused(precision: str, monkeypatch: py
     with pytest.raises(UserError, match="fp64 on neuron-xla, which computes in fp32 at most"):
         device.require_precision("fp64")
     monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1")
-    device.require_precision(precision)
-    for other in ("autocast", "bf16-master", "fp32"):
-        match = (
-            f"NEURON_RT_STOCHASTIC_ROUNDING_EN=1, but precision {other} rounds to nearest; unset it, or choose one of"
-        )
-        with pytest.raises(UserError, match=match):
-            device.require_precision(other)
+    for allowed in (precision, "autocast", "fp32"):  # the self-test of this precision compares it with fp32
+        device.require_precision(allowed)
+    given = {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}
+    require_rounding_to_agree(precision, given)
+    for other in ("auto", "autocast", "bf16-master", "fp32"):
+        with pytest.raises(UserError, match=r"STOCHASTIC_ROUNDING_EN=1, but precision \S+ rounds to nearest; unset it"):
+            require_rounding_to_agree(other, given)
+        require_rounding_to_agree(other, {})
 
 
 @pytest.mark.slow
@@ -356,10 +358,13 @@ def test_workers_meet_through_torch_xla_and_reduce(
 
 
 @pytest.mark.slow
-def test_the_self_test_of_two_workers_passes(forked_there: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["autocast", "bf16-sr"])
+def test_the_self_test_of_two_workers_passes(forked_there: dict[str, str], tmp_path: Path, precision: str) -> None:
     """Through the same rendezvous; nothing in it falls back to another device."""
     env = {**forked_there, "ALL_REDUCES": str(tmp_path / "log")}
-    given = options(debug=True, vocab_size=100, batch_size=2, device="neuron", output_dir=tmp_path / "out")
+    given = options(
+        debug=True, vocab_size=100, batch_size=2, device="neuron", output_dir=tmp_path / "out", precision=precision
+    )
     done = command("-m", "trainer", "--self-test", "--spawn", "2", *given, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 worker(s)" in done.stdout

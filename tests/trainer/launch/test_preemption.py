@@ -9,8 +9,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,9 @@ from tests.helpers.support import (
     write_model_config,
 )
 from trainer.launch import preemption
+from trainer.launch.agreement import Agreement
 from trainer.launch.preemption import Interruptions
+from trainer.parallel.mesh import Mesh
 
 #: Seconds within which a checkpoint must be durable after a notice; Amazon takes the instance away after 120.
 DURABLE_S = 60
@@ -220,3 +223,38 @@ def test_a_request_that_cannot_be_removed_is_said_once(
     (tmp_path / "save_now").rmdir()
     (tmp_path / "save_now").touch()
     assert interruptions.take_save()
+
+
+class CountingMesh(Mesh):
+    """A single worker that counts how often all agree."""
+
+    def sum_on_host(self, values: Sequence[int]) -> list[int]:
+        self.__dict__["agreed"] = self.__dict__.get("agreed", 0) + 1
+        return list(values)
+
+
+def test_a_stop_is_asked_for_about_every_five_seconds_in_steps_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("trainer.launch.agreement.time", SimpleNamespace(monotonic=lambda: now[0]))
+    mesh = CountingMesh()
+    quiet: Any = SimpleNamespace(must_stop=False, take_save=lambda: False)
+    agreement = Agreement(mesh, quiet)
+
+    def asked_in_a_step(micro_steps: int, seconds: float) -> list[int]:
+        """Before which micro-steps of one optimizer step all workers agree on stopping."""
+        agreement.before_step([1], not_finite=False, save=False)
+        asked = []
+        for ustep in range(micro_steps):
+            before = mesh.__dict__["agreed"]
+            assert not agreement.stops_before(ustep)
+            if mesh.__dict__["agreed"] > before:
+                asked.append(ustep)
+            now[0] += seconds
+        return asked
+
+    asked_in_a_step(64, 1.0)
+    assert asked_in_a_step(64, 1.0) == list(range(5, 64, 5))
+    asked_in_a_step(8, 10.0)
+    assert asked_in_a_step(8, 10.0) == list(range(1, 8))
+    asked_in_a_step(1000, 0.01)
+    assert asked_in_a_step(1000, 0.01) == [500]

@@ -60,7 +60,6 @@ def test_files_that_cannot_be_written_at_the_end_are_refused_before_the_first_st
         ({"metrics_file": tmp_path}, "--metrics_file .* cannot be written"),
         ({"trial": True, "graphs": tmp_path / "none" / "g.json"}, "--graphs .* cannot be written"),
         ({"graphs": tmp_path / "bad.json"}, "--graphs .* is no list of graphs that --trial wrote; give another file"),
-        ({"num_ckpts_to_keep": 0}, "--num_ckpts_to_keep 0 keeps nothing to resume from; allowed: 1 or more, or -1"),
     ):
         done = train(**{**given, **values})
         assert done.returncode, done.stdout

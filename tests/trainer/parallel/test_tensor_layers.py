@@ -7,10 +7,11 @@ import os
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from common.process import free_port
-from tests.helpers.support import FORKS, MODEL, synthetic_rows
-from trainer.data.bert_batch import BertBatch
+from tests.helpers.support import MODEL, synthetic_rows
+from tests.trainer.parallel.test_mesh import all_end
+from trainer.data.bert_batch import IGNORED, BertBatch
 from trainer.devices.cpu import CpuDevice
 from trainer.devices.cpu_operations import CpuOperations
 from trainer.models.bert import BertForPreTraining, has_weight_decay
@@ -20,7 +21,7 @@ from trainer.optim.sharing import SharedModel
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.plan import split_axis, split_of
 from trainer.parallel.shares import put_share
-from trainer.parallel.tensor import TensorParallel
+from trainer.parallel.tensor import TensorParallel, own_words
 from trainer.precision import Precision
 
 ROWS, S = 6, 32
@@ -87,10 +88,35 @@ def _compare(rank: int, port: int) -> None:
 
 
 def test_two_ranks_compute_what_one_does() -> None:
-    port = free_port()
-    workers = [FORKS.Process(target=_compare, args=(rank, port)) for rank in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(300)
-    assert [worker.exitcode for worker in workers] == [0, 0]
+    all_end(_compare, 2)
+
+
+def _loss_of_bf16_logits(rank: int, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    mesh = Mesh(rank=rank, local_rank=rank, world_size=2, local_world_size=2, tensor_parallel_size=2)
+    mesh, device, given = mesh.connect("gloo", 300), CpuDevice(), batch()
+
+    def all_reduce(tensors: list[Tensor], sums: bool) -> None:
+        device.all_reduce(tensors, mesh.tensor_parallel_group, sums=sums)
+
+    ranks = TensorParallel(rank, 2, all_reduce, device.random_region)
+    model = BertForPreTraining(CONFIG, CpuOperations(), ranks).bfloat16()
+    model.initialise(seed=1)
+    weight = model.bert.embeddings.word_embeddings.weight
+    with torch.no_grad():
+        masked, _ = model._encoded(given)
+        logits = model.cls.predictions(masked, weight, model.cls.predictions.bias)
+        loss = model._masked_lm_loss(masked, given.masked_labels)
+    assert logits.dtype == torch.bfloat16
+    assert loss.dtype == torch.float32
+    first, own = rank * len(weight), own_words(CONFIG.vocab_size, ranks)
+    whole = torch.zeros(len(logits), CONFIG.vocab_size)
+    whole[:, first : first + own] = logits[:, :own]
+    all_reduce([whole], True)
+    exact = F.cross_entropy(whole.double(), given.masked_labels, ignore_index=IGNORED, reduction="sum")
+    np.testing.assert_allclose(loss.item(), exact.item(), rtol=1e-5)
+    mesh.disconnect()
+
+
+def test_the_loss_over_split_bf16_logits_is_computed_in_fp32() -> None:
+    all_end(_loss_of_bf16_logits, 2)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from common.errors import UserError
-from common.files import read_json, write_json
+from common.files import METRICS, read_json, sha256_of, write_json
 from trainer.checkpoint.directory import CHECKPOINTS, abandoned
 
 #: The file in a training's directory that says which run it is for trackers.
@@ -51,6 +51,11 @@ class RemoteTracker(Tracker, Protocol):
         ...
 
 
+def _identity(set_aside: Path) -> str:
+    """Of a directory of set-aside checkpoints, whose number is used again once it is removed: its metrics, too."""
+    return f"{set_aside.name} {sha256_of(set_aside / METRICS) if (set_aside / METRICS).exists() else ''}"
+
+
 @dataclass(frozen=True)
 class TrackedRun:
     """A training, as trackers know it: one run for each branch, as rolling back begins a new one."""
@@ -80,8 +85,7 @@ class TrackedRun:
         rolled back since. Raises `DiskError`."""
         before = read_json(directory / RECORD) or {}
         base = before.get("base") or f"{_NO_NAME.sub('-', directory.resolve().name)[:64]}-{secrets.token_hex(4)}"
-        # Told apart by their time, too: numbers are used again once a directory is removed.
-        set_aside = [f"{path.name} {path.stat().st_mtime_ns}" for path in abandoned(directory / CHECKPOINTS)]
+        set_aside = [_identity(path) for path in abandoned(directory / CHECKPOINTS)]
         known = before.get("set_aside", set_aside)
         known = set_aside[:known] if isinstance(known, int) else known  # a number in older records
         branch = before.get("branch", 0) + len({*set_aside} - {*known})

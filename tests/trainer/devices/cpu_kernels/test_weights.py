@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from tests.helpers.support import MODEL, synthetic_rows
 from tests.trainer.models.test_bert import batch_of
 from trainer.devices import cpu_kernels
+from trainer.devices.cpu_kernels import operators
 from trainer.devices.cpu_operations import CpuOperations
 from trainer.models.bert import WORD_EMBEDDINGS, BertForPreTraining
 from trainer.models.config import ModelConfig
@@ -73,6 +75,29 @@ def test_words_that_come_often_and_padding() -> None:
         if word:
             expected[word] += gradient
     torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_add_to_shared_sums_without_losing_any(request: pytest.FixtureRequest, dtype: torch.dtype) -> None:
+    """Five words 4,096 times; a race between threads would lose gradients, and not the same ones each time."""
+    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
+    words, width = 5, 33
+    ids = torch.randint(0, words, (4096,))
+    gradient, layer = torch.randn(4096, width, dtype=dtype), torch.randn(257, 129, dtype=dtype)
+    expected = torch.zeros(words, width, dtype=torch.float64).index_add_(0, ids, gradient.double())
+    expected[2] = 0
+    for threads in (1, 2, 3, 5):
+        torch.set_num_threads(threads)
+        for _ in range(20):
+            total, sums = torch.zeros(words, width), torch.ones(257, 129)
+            functions = operators.functions()
+            functions.call("embedding_backward", dtype, gradient, ids, total, len(ids), width, 2)
+            functions.call("add", dtype, layer, sums, layer.numel())
+            torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-3)
+            assert torch.equal(sums, 1 + layer.float())
+            if threads == 1:
+                first = total
+            assert torch.equal(total, first), "the same bytes for any number of threads"
 
 
 @pytest.mark.parametrize("context", [contextlib.nullcontext, torch.no_grad])
