@@ -22,7 +22,6 @@ from pipeline.launchers.jobs import STATE, Job, Unreachable
 from pipeline.launchers.jobs import State as JobState
 from pipeline.launchers.process import ProcessResult
 from pipeline.launchers.slurm import SlurmScheduler, batch_script
-from pipeline.settings.cluster import Slurm
 from pipeline.settings.sections import Store
 from pipeline.status.stage_dirs import holder
 from pipeline.store.shared import SharedStage, SharedStore
@@ -235,7 +234,7 @@ def test_a_record_that_cannot_be_read_may_be_of_a_job_that_runs(tmp_path: Path, 
 
 def test_slurm_is_told_to_warn_a_job_before_its_end_and_to_requeue_it(tmp_path: Path) -> None:
     """The batch script alone gets the signal (B:), which is the one that the supervisor heeds."""
-    settings = Slurm(time_limit="10", signal_s=120)
+    settings: Any = SimpleNamespace(partition="", account="", time_limit="10", signal_s=120, extra_lines=())
     work = StageCommand("pretrain-phase1", tmp_path, -1, "0" * 64, [], 1, True, None)
     job = Job(tmp_path, {"name": "a", "token": "b"}, SlurmScheduler())
     lines = batch_script(work, job, settings).splitlines()

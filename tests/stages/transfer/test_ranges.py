@@ -569,6 +569,6 @@ def test_the_state_lists_only_what_is_on_the_disk(
     assert bytes_of(tmp_path / "out") == bytes_of(shards)
     saved = [at for at, what in enumerate(events) if isinstance(what, stages.transfer.partial.State)]
     listed = [(before, at) for before, at in zip([0, *saved], saved, strict=False) if events[at].have]  # type: ignore[attr-defined]
-    assert len(listed) > 2
+    assert len(listed) >= 2
     for before, at in listed:
         assert stages.transfer.partial.PART in events[before:at]

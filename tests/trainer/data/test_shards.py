@@ -264,7 +264,7 @@ def test_as_many_shards_as_are_mapped_at_a_time_and_the_latest_stay(
     monkeypatch.setattr(shards_module, "open_hdf5", counted)
     before = len(os.listdir("/proc/self/fd"))
     for number in range(40):
-        with h5py.File(tmp_path / shards.names[number]) as file:
+        with open_hdf5(tmp_path / shards.names[number]) as file:
             np.testing.assert_array_equal(shards.read(number, np.arange(7))["input_ids"], file["input_ids"][()])
     assert len(opened) == 40
     assert len(os.listdir("/proc/self/fd")) - before <= 17
