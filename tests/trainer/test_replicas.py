@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.errors import AgreedError, NonFiniteStep, ReplicasDiffer
-from tests.helpers.support import assert_same_bytes, metrics, train
+from tests.helpers.support import assert_resumed, assert_same_bytes, metrics, train
 from trainer.devices.cpu import CpuDevice
 from trainer.parallel.mesh import Mesh
 from trainer.replicas import ReplicaCheck, flip_a_bit
@@ -50,6 +50,7 @@ def test_a_flipped_bit_is_found_before_it_is_saved(
     assert sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir()) == ["ckpt_3"]
     done = train(workers, resume_ckpt=True, **given)
     assert done.returncode == 0, done.stdout
+    assert_resumed(done, {"resume_ckpt": True})
     straight = train(workers, **{**given, "output_dir": tmp_path / "straight"})
     assert straight.returncode == 0, straight.stdout
     assert_same_bytes(tmp_path / "out" / "checkpoints" / "ckpt_8", tmp_path / "straight" / "checkpoints" / "ckpt_8")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.checkpoints import snapshot
-from tests.helpers.support import assert_one_line_error, assert_same_bytes, metrics, train
+from tests.helpers.support import assert_one_line_error, assert_resumed, assert_same_bytes, metrics, train
 from trainer.data.batch_ramp import BatchRamp, BatchSizes
 from trainer.data.order import SampleOrder
 
@@ -130,6 +130,7 @@ def run(data: Path, model: Path, out: Path, workers: int = 1, **values: Any) -> 
     given = {**GIVEN, "grad_accum_usteps": 8 // workers, **values}
     done = train(workers, data_dir=data, model_config=model, output_dir=out, **given)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert_resumed(done, given)
     return out
 
 

@@ -16,6 +16,7 @@ from tests.helpers.small_language import trainer_here, write_language
 from tests.helpers.support import (
     VOCAB,
     assert_one_line_error,
+    assert_resumed,
     assert_same_bytes,
     metrics,
     synthetic_rows,
@@ -179,7 +180,9 @@ def test_a_resumed_run_ends_with_the_same_bytes(data: Path, model: Path, tmp_pat
     assert train(**given, output_dir=killed, env={"FAILPOINT": "step:5.0"}).returncode == -9
     refused = train(**{**given, "sampled_softmax": 0}, output_dir=killed, resume_ckpt=True)
     assert_one_line_error(refused, "sampled_softmax = 30, this run has 0", "--allow_changes sampled_softmax")
-    assert train(**given, output_dir=killed, resume_ckpt=True).returncode == 0
+    done = train(**given, output_dir=killed, resume_ckpt=True)
+    assert done.returncode == 0, done.stdout
+    assert_resumed(done, {"resume_ckpt": True})
     assert_same_bytes(killed / "checkpoints" / "ckpt_6", whole / "checkpoints" / "ckpt_6")
 
 
