@@ -82,7 +82,7 @@ class Trainer:
 
     def _finish_checkpoint(self) -> None:
         """Let the checkpoint under way be completed after an error, which matters more than the write's."""
-        with contextlib.suppress(UserError):
+        with contextlib.suppress(Exception):
             self.checkpointer.finish()
 
     def _train(self) -> None:

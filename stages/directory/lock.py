@@ -24,6 +24,8 @@ def read_job(directory: Path) -> dict[str, Any] | None:
         content = (directory / JOB).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except IsADirectoryError:
+        return {}
     try:
         record = json.loads(content)
     except (ValueError, RecursionError):

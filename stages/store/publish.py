@@ -100,9 +100,11 @@ class Folder:
     def check(self, publication: Publication) -> None:
         if self.folder.exists() and not self.folder.is_dir():
             raise UserError(f"{self.folder} is a file; give a folder")
-        for replaced in (self.folder, self._temporary, replaced_name(self.folder)):
+        # A killed run may have left the folder under another name.
+        folder = self.folder if self.folder.exists() else replaced_name(self.folder)
+        for replaced in (folder, self._temporary):
             # .nfs…: removed, but still open somewhere.
-            there = sorted(set(replaced.iterdir()) - set(replaced.glob(".nfs*"))) if replaced.exists() else []
+            there = sorted(set(replaced.iterdir()) - set(replaced.glob(".nfs*"))) if replaced.is_dir() else []
             others = [path for path in there if path.is_dir() or not publication.is_of_a_model(path.name)]
             if others:
                 raise UserError(

@@ -77,8 +77,8 @@ def how_to_go_on(config: TrainConfig) -> str:
 
 def require_other_phase(config: TrainConfig) -> None:
     """Raise `UserError` if a phase with a budget is to continue another training of the same phase."""
-    state = given_state(config)
-    if state is not None and not config.new_data and state.phase == config.phase:
+    state = None if config.new_data else given_state(config)
+    if state is not None and state.phase == config.phase:
         raise UserError(
             f"--budget is for a whole phase, and {config.resume_ckpt_path} is of step {state.step} of this phase; give "
             f"--max_steps, or --new_data to begin at step 0 with its weights"

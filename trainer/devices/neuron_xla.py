@@ -114,23 +114,15 @@ def load_runtime() -> None:
     import torch_neuronx  # noqa: F401 (registers NeuronCores with torch_xla)
 
 
-def require_rounding_to_agree(named: str, given: Mapping[str, str]) -> None:
-    """Raise `UserError` if the user's own variable has the hardware round where the precision that the options name
-    does not. In the self-test, a device that rounds also computes in fp32, where nothing is rounded."""
-    precision = _AUTOMATIC if named == "auto" else named
-    if precision not in _ROUNDED and given.get(_ROUNDING) == "1":
-        raise UserError(
-            f"{_ROUNDING}=1, but precision {precision} rounds to nearest; unset it, or give --precision "
-            f"{' or '.join(_ROUNDED)}"
-        )
-
-
 class NeuronXlaDevice(XlaDevice):
     """One NeuronCore per worker. Reductions are part of the graph."""
 
     backend = "xla"
     #: torch_xla's own rendezvous: without it XLA's world is 1 in every worker, and `xm.all_reduce` does nothing.
     init_method = "xla://"
+    #: Whether the user's own variable has the hardware round, without an option that says so. (In the self-test of a
+    #: precision that is rounded the same device computes in fp32, too, in which nothing is rounded.)
+    _rounds_regardless = False
 
     def __init__(self, mesh: Mesh, options: DeviceOptions) -> None:
         """Sets the runtime's environment variables and loads it. Raises `UserError`."""
@@ -138,7 +130,7 @@ class NeuronXlaDevice(XlaDevice):
         if mesh.local_rank == 0:
             check_workers(mesh.local_world_size, cores(), os.environ.get("NEURON_RT_VISIBLE_CORES"))
         cache = None if options.compile_cache is None else node_cache(Path(options.compile_cache), node_rank())
-        require_rounding_to_agree(options.precision, os.environ)
+        self._rounds_regardless = os.environ.get(_ROUNDING) == "1" and options.precision not in _ROUNDED
         wanted, settings = settle(environment(options, nodes=mesh.nodes, cache=cache, given=os.environ), os.environ)
         os.environ.update(wanted)
         self._settings = [*settings, raise_open_files()]
@@ -175,6 +167,11 @@ class NeuronXlaDevice(XlaDevice):
             raise UserError(
                 f"precision {name} needs {_ROUNDING}=1, but it is {os.environ.get(_ROUNDING, 'unset')}; unset it if it "
                 f"is yours, and name the precision on the command line (--precision {name})"
+            )
+        if name not in _ROUNDED and self._rounds_regardless:
+            raise UserError(
+                f"{_ROUNDING}=1, but precision {name} rounds to nearest; unset it, or give --precision "
+                f"{' or '.join(_ROUNDED)}"
             )
 
     def resumes_exactly(self, precision: str) -> bool:

@@ -26,7 +26,7 @@ def checkpoints_kept(stage: Pretrain, left_s: float | None) -> int | None:
     """
     phase = stage.settings.phase(stage.phase)
     if phase.num_ckpts_to_keep != -1:
-        return phase.num_ckpts_to_keep + 1
+        return max(1, phase.num_ckpts_to_keep) + 1
     steps, minutes = stage.max_steps, phase.ckpt_interval_minutes
     if steps is None or (minutes and left_s is None):
         return None

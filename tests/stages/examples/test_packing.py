@@ -115,11 +115,11 @@ def tokens(tmp_path: Path) -> Path:
     return make_tokens(tmp_path / "tokens", documents=60)
 
 
-FORM = ("--seq-len", 64, "--max-pred-len", 10, "--short-seq-prob", 0.5, "--shards", 3)
+WORDS = ("--seq-len", 64, "--max-pred-len", 10, "--short-seq-prob", 0.5, "--shards", 3)
 
 
 def made(stage: Stage, tokens: Path, out: Path, *words: object) -> ShardSet:
-    ran = stage("shard", "--tokens", tokens, "--out", out, *FORM, "--processes", 1, *words)
+    ran = stage("shard", "--tokens", tokens, "--out", out, *WORDS, "--processes", 1, *words)
     assert ran.returncode == 0, ran.stderr
     return ShardSet.open(out)
 
@@ -182,7 +182,7 @@ def test_neither_processes_nor_a_restart_show_in_packed_bytes(stage: Stage, toke
     made(stage, tokens, tmp_path / "b", "--pack", "--processes", 2)
     wanted = bytes_of(tmp_path / "a")
     assert len(wanted) >= 3
-    words = ("--tokens", tokens, "--out", tmp_path / "c", *FORM, "--processes", 1, "--pack")
+    words = ("--tokens", tokens, "--out", tmp_path / "c", *WORDS, "--processes", 1, "--pack")
     killed = stage("shard", *words, FAILPOINT="rename-after:bert_training_00001.hdf5")
     assert killed.returncode == -9
     left = bytes_of(tmp_path / "c").keys()

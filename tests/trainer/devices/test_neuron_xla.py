@@ -33,7 +33,6 @@ from trainer.devices.neuron_xla import (
     NeuronXlaDevice,
     bucket_bytes,
     environment,
-    require_rounding_to_agree,
     root_comm_id,
     settle,
 )
@@ -160,12 +159,26 @@ def test_hardware_that_does_not_round_is_refused(precision: str, monkeypatch: py
     monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1")
     for allowed in (precision, "autocast", "fp32"):  # the self-test of this precision compares it with fp32
         device.require_precision(allowed)
-    given = {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}
-    require_rounding_to_agree(precision, given)
-    for other in ("auto", "autocast", "bf16-master", "fp32"):
-        with pytest.raises(UserError, match=r"STOCHASTIC_ROUNDING_EN=1, but precision \S+ rounds to nearest; unset it"):
-            require_rounding_to_agree(other, given)
-        require_rounding_to_agree(other, {})
+    device._rounds_regardless = True
+    device.require_precision(precision)
+    for other in ("autocast", "bf16-master", "fp32"):
+        with pytest.raises(
+            UserError, match=rf"STOCHASTIC_ROUNDING_EN=1, but precision {other} rounds to nearest; unset"
+        ):
+            device.require_precision(other)
+
+
+@pytest.mark.slow
+def test_rounding_that_contradicts_the_precision_is_refused(
+    forked_there: dict[str, str], work: list[str], tmp_path: Path
+) -> None:
+    env = {**forked_there, "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}
+    for precision, status in (("autocast", 1), ("auto", 1), ("autocast-sr", 0)):
+        given = options(precision=precision, output_dir=tmp_path / precision)
+        done = command("-m", "trainer", *work, *given, env=env)
+        assert done.returncode == status, done.stdout + done.stderr
+        if status:
+            assert_one_line_error(done, "NEURON_RT_STOCHASTIC_ROUNDING_EN=1, but precision autocast rounds to nearest")
 
 
 @pytest.mark.slow

@@ -42,9 +42,13 @@ def all_end(target: Callable[..., None], count: int, *arguments: object) -> None
     workers = [FORKS.Process(target=target, args=(rank, port, *arguments)) for rank in range(count)]
     for worker in workers:
         worker.start()
-    for worker in workers:
-        worker.join(60)
-        assert worker.exitcode == 0
+    try:
+        for worker in workers:
+            worker.join(300)
+            assert worker.exitcode == 0
+    finally:
+        for worker in workers:
+            worker.kill()
 
 
 #: Small; odd and large enough to be reduced in two parts; medium-sized.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from common.errors import UserError
-from common.files import METRICS, read_json, sha256_of, write_json
+from common.files import METRICS, disk_errors, read_json, sha256_of, write_json
 from trainer.checkpoint.directory import CHECKPOINTS, abandoned
 
 #: The file in a training's directory that says which run it is for trackers.
@@ -52,8 +52,10 @@ class RemoteTracker(Tracker, Protocol):
 
 
 def _identity(set_aside: Path) -> str:
-    """Of a directory of set-aside checkpoints, whose number is used again once it is removed: its metrics, too."""
-    return f"{set_aside.name} {sha256_of(set_aside / METRICS) if (set_aside / METRICS).exists() else ''}"
+    """Of a directory of set-aside checkpoints, whose number is used again once it is removed: its metrics, too. Raises
+    `DiskError`."""
+    with disk_errors(set_aside):
+        return f"{set_aside.name} {sha256_of(set_aside / METRICS) if (set_aside / METRICS).exists() else ''}"
 
 
 @dataclass(frozen=True)
