@@ -43,13 +43,14 @@ LENGTHS = {"lengths of NVIDIA's shards": nvidia_lengths, "half of it padding": h
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences of these lengths, packed and not. `their_step_times`: of the side with single sequences."""
+    """Sequences of these lengths, packed by us and not by the other side. `other_step_times`: (data, model, output) →
+    the other side's."""
 
     work: Work
     name: str
     lengths: Any
     beside: str
-    their_step_times: Callable[[Path, Path, Path], list[float]]
+    other_step_times: Callable[[Path, Path, Path], list[float]]
     at_least: float | None = None
 
 
@@ -70,7 +71,7 @@ def compare(case: Case, *, pairs: int, cores: int, steps: int, precision: str) -
             out = directory / f"out-{pair}"
             with on_cores(cores):
                 mine = our_step_times(ours, together, model, out, steps=steps, precision=precision)
-                theirs = case.their_step_times(apart, model, directory / f"apart-{pair}")
+                theirs = case.other_step_times(apart, model, directory / f"apart-{pair}")
             rates.append(
                 (a_row * ours.sequences_per_step / steady(mine), case.work.sequences_per_step / steady(theirs))
             )

@@ -239,13 +239,15 @@ def replace_json(path: Path, value: Any) -> None:
     replace_text(path, json.dumps(value))
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, or None if there is no such file or it is not a JSON object."""
+def read_json(path: Path, *, damaged: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is no such file; `damaged` if what is there is not a JSON object."""
     try:
         value = json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    return value if isinstance(value, dict) else None
+    except (IsADirectoryError, ValueError, RecursionError):
+        return damaged
+    return value if isinstance(value, dict) else damaged
 
 
 def has_types(value: Any, types: Mapping[str, Any]) -> bool:

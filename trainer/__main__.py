@@ -77,7 +77,7 @@ def _locked(config: TrainConfig, mesh: Mesh) -> Iterator[None]:
             try:
                 if not config.trial and not is_held_for_us(config.output_dir):  # a trial does not write there
                     stack.enter_context(hold(config.output_dir))
-                _require_places(config)
+                _require_place(config)
             except UserError as error:
                 problem = str(error)
         problem = mesh.broadcast_object(problem)
@@ -86,10 +86,10 @@ def _locked(config: TrainConfig, mesh: Mesh) -> Iterator[None]:
         yield
 
 
-def _require_places(config: TrainConfig) -> None:
-    for option, path in (("graphs", config.graphs),) if config.trial else (("metrics_file", config.metrics_file),):
-        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK)):
-            raise UserError(f"--{option} {path} cannot be written; give a file in a folder that is there and yours")
+def _require_place(config: TrainConfig) -> None:
+    option, path = ("graphs", config.graphs) if config.trial else ("metrics_file", config.metrics_file)
+    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK)):
+        raise UserError(f"--{option} {path} cannot be written; give a file in a folder that is there and yours")
 
 
 def _train(config: TrainConfig, workload: Workload, trackers: TrackerOptions, mesh: Mesh) -> int:

@@ -154,11 +154,9 @@ class TrainConfig:
         0.0, **_CKPT, least=0, unit="minutes", help="minutes between checkpoints; 0: none"
     )
     num_ckpts_to_keep: int = option(
-        2,
-        **_CKPT,
-        least=-1,
+        2, **_CKPT, least=-1,
         help="checkpoints to keep, at least one, beside each phase's last stable one; -1: all; tutorial: 1",
-    )
+    )  # fmt: skip
     minimal_ckpt: bool = option(
         False, **_CKPT,
         help="leave the optimizer out of the checkpoint that ends the phase: a third of the size, and all that phase 2 "

@@ -68,22 +68,17 @@ class Trainer:
             self._train()
         except AgreedError:  # a checkpoint under way is still good; all workers wait for it, and for each other
             with contextlib.suppress(RuntimeError):  # another worker is lost: this error is the cause
-                self.mesh.patiently(self._finish_checkpoint)
+                self.mesh.patiently(self.checkpointer.finish_after_error)
             raise
         except UserError:
-            self._finish_checkpoint()
+            self.checkpointer.finish_after_error()
             raise
         except Exception as error:
             if is_loss(error):
                 self._save_alone()
-            self.checkpointer.finish_soon()
+            self.checkpointer.finish_after_error(soon=self.mesh.world_size > 1)
             raise
         return self.state.step >= self.config.stop_step
-
-    def _finish_checkpoint(self) -> None:
-        """Let the checkpoint under way be completed after an error, which matters more than the write's."""
-        with contextlib.suppress(Exception):
-            self.checkpointer.finish()
 
     def _train(self) -> None:
         self.agreement.begin()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from common.errors import LockHeld
+from common.files import read_json
 from common.lock import LOCK, is_held
 from common.lock import hold as hold_directory
 
-__all__ = ["JOB", "LOCK", "hold", "is_held"]
+__all__ = ["JOB", "LOCK", "hold", "is_held", "read_job"]
 
 #: The job submitted for the stage (`pipeline.launchers`), until its end has been handled.
 JOB = "job.json"
@@ -20,17 +20,7 @@ JOB = "job.json"
 
 def read_job(directory: Path) -> dict[str, Any] | None:
     """The record of the job of a stage directory; empty if it is damaged; None if there is none."""
-    try:
-        content = (directory / JOB).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except IsADirectoryError:
-        return {}
-    try:
-        record = json.loads(content)
-    except (ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
+    return read_json(directory / JOB, damaged={})
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +202,21 @@ class Workers:
 #: Starts functions in processes that have imported torch already.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["trainer.loop", "trainer.devices.select"])
+
+
+def all_end(target: Callable[..., None], count: int, *arguments: object) -> None:
+    """Run `target(rank, port, …)` in `count` processes, all of which must succeed."""
+    port = free_port()
+    workers = [FORKS.Process(target=target, args=(rank, port, *arguments)) for rank in range(count)]
+    for worker in workers:
+        worker.start()
+    try:
+        for worker in workers:
+            worker.join(300)
+            assert worker.exitcode == 0
+    finally:
+        for worker in workers:
+            worker.kill()
 
 
 def train(workers: int = 1, *, env: dict[str, str] | None = None, **values: Any) -> subprocess.CompletedProcess[str]:

@@ -165,11 +165,11 @@ class Checkpointer:
         """Wait until this worker's last checkpoint is durable. Raises the write's error."""
         self._manager.finish()
 
-    def finish_soon(self) -> None:
-        """After an error, which matters more than the write's: let this worker's write end, but beside other workers,
-        which it may wait for, only as long as torchrun lets it."""
+    def finish_after_error(self, *, soon: bool = False) -> None:
+        """Let this worker's write end after an error, which matters more than the write's. `soon`: the write may wait
+        for other workers, so only as long as torchrun lets this one live."""
         with contextlib.suppress(Exception):
-            self._manager.finish(None if self._mesh.world_size == 1 else _PATIENCE_S)
+            self._manager.finish(_PATIENCE_S if soon else None)
 
     def close(self) -> None:
         """Wait until every worker's last checkpoint is durable. Raises the write's error."""

@@ -121,8 +121,9 @@ def _precision(run: Run) -> str:
     if not config.new_data or config.wanted_precision != "auto":
         return config.precision
     state = run.mesh.by_root(lambda: given_state(config))
-    is_same_phase = state is not None and state.phase == config.phase
-    return (state.known_precision if state is not None and is_same_phase else None) or config.precision
+    if state is None or state.phase != config.phase:
+        return config.precision
+    return state.known_precision or config.precision
 
 
 def _averaged(workload: Workload, rehearsal: TrainConfig) -> Workload:

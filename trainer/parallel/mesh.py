@@ -21,8 +21,8 @@ from trainer.parallel.host_sum import sum_over_hosts
 from trainer.parallel.threads import use_one_core
 
 T = TypeVar("T")
-#: Seconds between two polls of whether a worker is still busy.
-_POLL_INTERVAL_S = 0.05
+#: Seconds between two polls of whether a worker is still busy: at first, twice as long each time, and at most.
+_FIRST_POLL_S, _POLL_S = 0.001, 0.05
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,10 @@ class Mesh:
         The workers keep polling each other, so this may take longer than the collective timeout, yet a worker that dies
         still ends the wait.
         """
+        pause_s = _FIRST_POLL_S
         while self.world_size > 1 and self.sum_on_host([is_busy()])[0]:
-            time.sleep(_POLL_INTERVAL_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_S)
 
     def patiently(self, work: Callable[[], T]) -> T:
         """Run `work` in every worker, wait until all are done, however long it takes, and return this one's result."""

@@ -16,8 +16,7 @@ import torch
 
 from common.errors import DiskError, NonFiniteStep
 from tests.helpers.small_language import train_here, trainer_here
-from tests.helpers.support import FORKS, assert_same_bytes, metrics, train
-from tests.trainer.parallel.test_mesh import all_end
+from tests.helpers.support import FORKS, all_end, assert_same_bytes, metrics, train
 from trainer.checkpoint import manager
 from trainer.checkpoint.directory import why_invalid
 from trainer.metrics.results import append_missing, recorded_steps

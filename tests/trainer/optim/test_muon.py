@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.process import free_port
-from tests.helpers.support import FORKS, MODEL
+from tests.helpers.support import MODEL, all_end
 from tests.trainer.optim.test_optim import Layout, fake_backward, layouts, small_model
 from trainer.devices.cpu import CpuDevice
 from trainer.models.bert import BertForPreTraining, has_weight_decay, is_hidden_matrix
@@ -198,10 +197,4 @@ def _work(rank: int, port: int, tensor_parallel: int) -> None:
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_two_workers_update_as_one_does(tensor_parallel: int) -> None:
     """Sharing the matrices between two copies of a model, and one model between two ranks."""
-    port = free_port()
-    workers = [FORKS.Process(target=_work, args=(rank, port, tensor_parallel)) for rank in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(300)
-    assert [worker.exitcode for worker in workers] == [0, 0]
+    all_end(_work, 2, tensor_parallel)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.helpers.support import (
+    all_end,
     assert_one_line_error,
     assert_resumed,
     losses,
@@ -19,7 +20,6 @@ from tests.helpers.support import (
     write_dataset,
     write_model_config,
 )
-from tests.trainer.parallel.test_mesh import all_end
 from trainer.devices.cpu import CpuDevice
 from trainer.optim.parameters import FlatParameters, Parameters, SeparateParameters
 from trainer.parallel.mesh import Mesh

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.trainer.parallel.test_mesh import all_end
+from tests.helpers.support import all_end
 from trainer.parallel.host_sum import messages
 from trainer.parallel.mesh import Mesh
 

@@ -8,7 +8,6 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,7 @@ import pytest
 import torch
 
 from common.errors import UserError
-from common.process import free_port
-from tests.helpers.support import FORKS
+from tests.helpers.support import all_end
 from trainer.devices.cpu import CpuDevice
 from trainer.parallel.mesh import Mesh
 
@@ -34,21 +32,6 @@ def _start(rank: int, port: int, log: str) -> None:
 
     mesh.in_turns(work, at_once=2)
     mesh.disconnect()
-
-
-def all_end(target: Callable[..., None], count: int, *arguments: object) -> None:
-    """Run `target(rank, port, …)` in `count` processes, all of which must succeed."""
-    port = free_port()
-    workers = [FORKS.Process(target=target, args=(rank, port, *arguments)) for rank in range(count)]
-    for worker in workers:
-        worker.start()
-    try:
-        for worker in workers:
-            worker.join(300)
-            assert worker.exitcode == 0
-    finally:
-        for worker in workers:
-            worker.kill()
 
 
 #: Small; odd and large enough to be reduced in two parts; medium-sized.

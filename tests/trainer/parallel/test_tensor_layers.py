@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.helpers.support import MODEL, synthetic_rows
-from tests.trainer.parallel.test_mesh import all_end
+from tests.helpers.support import MODEL, all_end, synthetic_rows
 from trainer.data.bert_batch import IGNORED, BertBatch
 from trainer.devices.cpu import CpuDevice
 from trainer.devices.cpu_operations import CpuOperations
