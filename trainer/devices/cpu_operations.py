@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,20 +22,12 @@ class CpuOperations(FusedOperations):
     torch's matrix products: the scores of one sequence fit into the caches."""
 
     def __init__(self) -> None:
-        self.narrow_weights = cpu_kernels.NarrowWeights()
+        super().__init__(cpu_kernels.add_gradient)
 
     def kernels_for(self, x: Tensor) -> Any:
         if torch.compiler.is_compiling() or not x.numel() or cpu_kernels.library() is None:
             return None
         return cpu_kernels
-
-    def step_context(self) -> contextlib.AbstractContextManager[object]:
-        return self.narrow_weights.kept()
-
-    def weight(self, *weights: Tensor) -> Tensor:
-        if self.kernels_for(weights[0]) is None or (narrow := self.narrow_weights.of(*weights)) is None:
-            return super().weight(*weights)
-        return narrow
 
     def embedding(self, ids: Tensor, table: VocabularyEmbedding) -> Tensor:
         is_summed = torch.is_grad_enabled() and gradient_sum(table.weight) is not None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainer.data.bert_batch import IGNORED
+from trainer.devices.narrow_weights import NarrowWeights
 from trainer.models.operations import Operations
 from trainer.parallel.tensor import RowLinear
 
@@ -18,9 +20,22 @@ class FusedOperations(Operations):
     """What lies between the products in one pass over memory each. The results have the products' type, so that under
     autocast nothing between them is fp32."""
 
+    def __init__(self, add: Callable[[Tensor, Tensor], object]) -> None:
+        """`add`: adds to a sum in fp32 a gradient of another type."""
+        self.narrow_weights = NarrowWeights(add)
+
     def kernels_for(self, x: Tensor) -> Any:
         """The module with the kernels; None for torch's operations."""
         raise NotImplementedError
+
+    def step_context(self) -> contextlib.AbstractContextManager[object]:
+        return self.narrow_weights.kept()
+
+    def weight(self, *weights: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or self.kernels_for(weights[0]) is None:
+            return super().weight(*weights)
+        narrow = self.narrow_weights.of(*weights)
+        return super().weight(*weights) if narrow is None else narrow
 
     def dense_gelu(self, x: Tensor, dense: nn.Linear) -> Tensor:
         if (kernels := self.kernels_for(x)) is None:
@@ -30,12 +45,12 @@ class FusedOperations(Operations):
 
     def dense_add_norm(
         self, x: Tensor, dense: RowLinear, residual: Tensor, norm: nn.LayerNorm, dropout_p: float
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         if (kernels := self.kernels_for(x)) is None:
             return super().dense_add_norm(x, dense, residual, norm, dropout_p)
         product = dense.product(x, weight=self.weight(dense.weight))
-        out: Tensor = kernels.bias_dropout_add_norm(product, dense.bias, residual, norm, dropout_p)
-        return out
+        both: tuple[Tensor, Tensor] = kernels.bias_dropout_add_norm(product, dense.bias, residual, norm, dropout_p)
+        return both
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         if (kernels := self.kernels_for(logits)) is None:

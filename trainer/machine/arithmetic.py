@@ -242,7 +242,8 @@ def _attend(ops: Operations, query: Tensor, key: Tensor, value: Tensor, ids: Ten
 def _add_norm(
     ops: Operations, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, scale: Tensor, shift: Tensor
 ) -> Tensor:
-    return ops.dense_add_norm(x, linear(weight, bias), residual, layer_norm(scale, shift), 0.0)
+    one, two = ops.dense_add_norm(x, linear(weight, bias), residual, layer_norm(scale, shift), 0.0)
+    return one + two
 
 
 def _sequence_ids() -> Tensor:

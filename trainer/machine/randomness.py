@@ -122,7 +122,6 @@ def _dropped_by_a_layer(device: Device, p: float, dtype: torch.dtype) -> Tensor:
     """Which of `_N` numbers of a layer are dropped before the norm: what was 1 is negative then."""
     ones = torch.ones(_COLUMNS, dtype=dtype).to(device.torch_device)
     x, square = (0 * ones.expand(rows, -1) for rows in (_N // _COLUMNS, _COLUMNS))
-    (out,) = fetch(
-        device, device.operations.dense_add_norm(x, linear(square, ones), x, layer_norm(ones, 0 * ones, eps=1e-5), p)
-    )
+    norm = layer_norm(ones, 0 * ones, eps=1e-5)
+    (out,) = fetch(device, device.operations.dense_add_norm(x, linear(square, ones), x, norm, p)[0])
     return (out < 0).flatten()

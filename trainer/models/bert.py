@@ -183,9 +183,9 @@ class BertForPreTraining(Model):
             drawn = -(-self._sampled_softmax // self._ranks.size)
             with self._ranks.region():
                 weight, bias, mine = sampled_words(weight[:own], bias[:own], mine, drawn)
-        logits = self.cls.predictions(masked, weight, bias)
         if self._ranks.size == 1:
-            return self._ops.cross_entropy(logits, mine)
+            return self._ops.words_cross_entropy(self.cls.predictions.transform(masked), weight, bias, mine)
+        logits = self.cls.predictions(masked, weight, bias)
         return vocabulary_cross_entropy(at_least_fp32(logits), mine, labels != IGNORED, own, self._ranks)
 
     @torch.no_grad()

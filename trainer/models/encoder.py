@@ -54,7 +54,8 @@ class DenseAndNorm(nn.Module):
         self.dropout_p = config.hidden_dropout_prob
         self._ops = ops
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The result, and the same as the next residual."""
         dropout_p = self.dropout_p if self.training else 0.0
         return self._ops.dense_add_norm(x, self.dense, residual, self.LayerNorm, dropout_p)
 
@@ -65,11 +66,12 @@ class Attention(nn.Module):
         self.self = SelfAttention(config, ops, ranks)
         self.output = DenseAndNorm(config.hidden_size, config, ops, ranks)
 
-    def forward(self, x: Tensor, mask: AttentionMask, places: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor, mask: AttentionMask, places: Tensor | None) -> tuple[Tensor, Tensor]:
         attended = self.self(x, mask)
         if places is not None:
-            attended, x = attended.flatten(0, 1).index_select(0, places), x.flatten(0, 1).index_select(0, places)
-        out: Tensor = self.output(attended, x)
+            attended = attended.flatten(0, 1).index_select(0, places)
+            residual = residual.flatten(0, 1).index_select(0, places)
+        out: tuple[Tensor, Tensor] = self.output(attended, residual)
         return out
 
 
@@ -90,10 +92,13 @@ class Layer(nn.Module):
         self.intermediate = Intermediate(config, ops, ranks)
         self.output = DenseAndNorm(config.intermediate_size, config, ops, ranks)
 
-    def forward(self, x: Tensor, mask: AttentionMask, places: Tensor | None = None) -> Tensor:
-        """(B, S, H) → (B, S, H); with `places` (W,), indices of the flattened tokens, those only: (W, H)."""
-        x = self.attention(x, mask, places)
-        out: Tensor = self.output(self.intermediate(x), x)
+    def forward(
+        self, x: Tensor, residual: Tensor, mask: AttentionMask, places: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(B, S, H) → (B, S, H), twice, as `residual` is `x` again; with `places` (W,), indices of the flattened
+        tokens, those only: (W, H)."""
+        x, residual = self.attention(x, residual, mask, places)
+        out: tuple[Tensor, Tensor] = self.output(self.intermediate(x), residual)
         return out
 
 
@@ -105,7 +110,8 @@ class Encoder(nn.Module):
     def forward(self, x: Tensor, mask: AttentionMask, places: Tensor) -> Tensor:
         """(B, S, H) → (W, H), at the `places` (W,) that are used: the last layer computes no others."""
         *before, last = self.layer
+        residual = x
         for layer in before:
-            x = layer(x, mask)
-        out: Tensor = last(x, mask, places)
+            x, residual = layer(x, residual, mask)
+        out: Tensor = last(x, residual, mask, places)[0]
         return out

@@ -44,11 +44,12 @@ class Operations:
 
     def dense_add_norm(
         self, x: Tensor, dense: RowLinear, residual: Tensor, norm: nn.LayerNorm, dropout_p: float
-    ) -> Tensor:
-        """norm(dropout(dense(x)) + residual)."""
+    ) -> tuple[Tensor, Tensor]:
+        """norm(dropout(dense(x)) + residual), twice: for the next products, and as their residual. Devices may add up
+        the gradients of both on their way."""
         product = dense(x)
         out: Tensor = norm((self.dropout(product, dropout_p) if dropout_p else product) + residual)
-        return out
+        return out, out
 
     def projections(self, x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
         """(…, H) → one (…, out) of each layer."""
@@ -59,6 +60,10 @@ class Operations:
         weight, bias = self.weight(*(layer.weight for layer in layers)), torch.cat([layer.bias for layer in layers])
         joined = F.linear(x, weight, bias)
         return torch.split(joined, [layer.out_features for layer in layers], dim=-1)
+
+    def words_cross_entropy(self, x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+        """`cross_entropy` of the logits x · weightᵀ + bias; x (M, H), weight (V, H), bias (V,), labels (M,)."""
+        return self.cross_entropy(F.linear(x, self.weight(weight), bias), labels)
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The sum of cross-entropies, in nats, of logits (M, V) and labels (M,), of which `IGNORED` are left out; in

@@ -7,11 +7,11 @@ each and dropout by one core, take half of a step.
 from trainer.devices.cpu_kernels.attention import Sequences, attention
 from trainer.devices.cpu_kernels.build import forbid, kind, library
 from trainer.devices.cpu_kernels.operators import bias_dropout_add_norm, bias_gelu, cross_entropy, dropout
-from trainer.devices.cpu_kernels.weights import NarrowWeights, embedding
+from trainer.devices.cpu_kernels.weights import add_gradient, embedding
 
 __all__ = [
-    "NarrowWeights",
     "Sequences",
+    "add_gradient",
     "attention",
     "bias_dropout_add_norm",
     "bias_gelu",

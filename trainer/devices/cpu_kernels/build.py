@@ -42,7 +42,7 @@ _FUNCTIONS = {
     "gelu_forward": "pppnnt",
     "gelu_backward": "pppppnnnt",
     "norm_forward": "ppppppppnnxsdt",
-    "norm_backward": "ppppppppppnnnsdt",
+    "norm_backward": "pppppppppppnnnsdt",
     "dropout": "ppnsdt",
     "softmax_forward": "ppppnnnxsdt",
     "softmax_backward": "pppnnnxsdt",

@@ -208,8 +208,9 @@ void NAME(norm_forward)(const T *product, const REAL *bias, const T *residual, c
     }
 }
 
-// parts (blocks, 3, H): each block's share of the gradients of bias, weight and shift; block: a multiple of UNIT
-void NAME(norm_backward)(const T *gradient, const T *product, const REAL *bias, const T *residual,
+// other: NULL, or to be added to gradient; parts (blocks, 3, H): each block's share of the gradients of bias, weight and
+// shift; block: a multiple of UNIT
+void NAME(norm_backward)(const T *gradient, const T *other, const T *product, const REAL *bias, const T *residual,
                          const REAL *weight, const REAL *means, const REAL *scales, T *d_product, T *d_residual,
                          REAL *parts, int64_t rows, int64_t H, int64_t block, uint64_t seed, uint32_t drop,
                          int threads) {
@@ -218,22 +219,24 @@ void NAME(norm_backward)(const T *gradient, const T *product, const REAL *bias, 
         REAL *sums = parts + start / block * 3 * H;
         memset(sums, 0, 3 * H * sizeof(REAL));
         Random forward = {0}, backward = {0};
-        REAL x[H], d[H];
+        REAL x[H], d[H], given[H];
         for (int64_t row = start; row < least(rows, start + block); row++) {
             REAL *restrict d_bias = sums, *restrict d_weight = sums + H, *restrict d_shift = sums + 2 * H;
             if (row % UNIT == 0) forward = backward = seeded(seed, row / UNIT, drop);
             NAME(sum_of)(product + row * H, bias, residual + row * H, x, H, &forward, drop);
             const REAL mean = means[row], scale = scales[row];
             REAL sum = 0, along = 0;
+            for (int64_t i = 0; i < H; i++) given[i] = LOAD(gradient[row * H + i]);
+            if (other)
+                for (int64_t i = 0; i < H; i++) given[i] += LOAD(other[row * H + i]);
 #pragma omp simd reduction(+ : sum, along)
             for (int64_t i = 0; i < H; i++) {
-                const REAL given = LOAD(gradient[row * H + i]);
                 x[i] = (x[i] - mean) * scale;
-                d[i] = given * weight[i];
+                d[i] = given[i] * weight[i];
                 sum += d[i];
                 along += d[i] * x[i];
-                d_weight[i] += given * x[i];
-                d_shift[i] += given;
+                d_weight[i] += given[i] * x[i];
+                d_shift[i] += given[i];
             }
             sum /= H;
             along /= H;

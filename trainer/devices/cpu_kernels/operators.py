@@ -65,7 +65,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, product: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor, p: float, eps: float
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         own = [one.to(wide(product.dtype)) for one in (bias, weight, shift)]
         means, scales = (torch.empty(len(product), dtype=wide(product.dtype)) for _ in range(2))
         ctx.dropped, out = dropped(p), torch.empty_like(product)
@@ -75,17 +75,21 @@ class _Norm(torch.autograd.Function):
         )  # fmt: skip
         ctx.save_for_backward(product, bias, residual, weight, means, scales)
         ctx.shift_type = shift.dtype
-        return out
+        ctx.set_materialize_grads(False)
+        return out, out.view_as(out)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = [gradient.contiguous() for gradient in gradients if gradient is not None]
+        if not given:
+            return (None,) * 7
         product, bias, residual, weight, means, scales = ctx.saved_tensors
         block, blocks = _blocks(len(product))
         d_product, d_residual = torch.empty_like(product), torch.empty_like(residual)
         parts = means.new_empty(blocks, 3, product.shape[1])
         functions().call(
-            "norm_backward", product.dtype, gradient.contiguous(), product, bias.to(means.dtype), residual,
+            "norm_backward", product.dtype, *given, *[None] * (2 - len(given)), product, bias.to(means.dtype), residual,
             weight.to(means.dtype), means, scales, d_product, d_residual, parts, *product.shape, block, *ctx.dropped,
         )  # fmt: skip
         types = bias.dtype, weight.dtype, ctx.shift_type
@@ -95,12 +99,14 @@ class _Norm(torch.autograd.Function):
 
 def bias_dropout_add_norm(
     product: Tensor, bias: Tensor, residual: Tensor, norm: torch.nn.LayerNorm, dropout_p: float
-) -> Tensor:
-    """norm(dropout(product + bias) + residual), (…, H) → (…, H) of the product's type. `dropout_p` is rounded to a
-    multiple of 2⁻¹⁶, and the scale follows."""
+) -> tuple[Tensor, Tensor]:
+    """norm(dropout(product + bias) + residual), (…, H) → (…, H) of the product's type, twice: what is computed from the
+    one and from the other has gradients that are added up here, without a pass over memory of their own. `dropout_p` is
+    rounded to a multiple of 2⁻¹⁶, and the scale follows."""
     flat, others = (x.to(product.dtype).contiguous().view(-1, x.shape[-1]) for x in (product, residual))
-    out: Tensor = _Norm.apply(flat, bias, others, norm.weight, norm.bias, dropout_p, norm.eps)  # type: ignore[no-untyped-call]
-    return out.view(product.shape)
+    given = flat, bias, others, norm.weight, norm.bias, dropout_p, norm.eps
+    one, two = _Norm.apply(*given)  # type: ignore[no-untyped-call]
+    return one.view(product.shape), two.view(product.shape)
 
 
 class _Dropout(torch.autograd.Function):

@@ -10,7 +10,7 @@ T: tokens of all sequences, A: heads, D: head size, H = A · D, R: sequences, so
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,8 +22,22 @@ from trainer.devices.kernels.operator import differentiate, operator
 _LOG2_E = 1.4426950408889634
 #: Types and the largest heads that the kernels take.
 TYPES, HEAD_SIZE_MAX = (torch.bfloat16, torch.float16), 128
-#: Tokens, queries or keys, that a program handles at a time: two words of decisions for each query.
-_BLOCK = 64
+
+
+class _Shape(NamedTuple):
+    """Queries and keys in a block, warps of a program, blocks that are in shared memory at a time."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+#: Of heads of at most 64, and of larger ones, which leave shared memory less room. Small blocks need few registers, so
+#: that more programs run at a time.
+_FORWARD = _Shape(64, 32, 4, 3), _Shape(64, 64, 4, 2)
+_QUERIES = _Shape(64, 32, 4, 3), _Shape(64, 64, 4, 2)
+_KEYS = _Shape(32, 64, 4, 3), _Shape(64, 64, 4, 1)
 
 
 def takes_heads(dtype: torch.dtype, head_size: int) -> bool:
@@ -41,7 +55,7 @@ class _Problem:
 
     def __init__(self, qkv: Tensor, bounds: Tensor, max_seqlen: int, heads: int, dropout_p: float) -> None:
         tokens, width = len(qkv), qkv.shape[1] // 3
-        self.blocks, self.sequences, self.heads = triton.cdiv(max_seqlen, _BLOCK), len(bounds) - 1, heads
+        self.max_seqlen, self.sequences, self.heads = max_seqlen, len(bounds) - 1, heads
         self.head_size, self.drop = width // heads, _draws(dropout_p)
         self.words = triton.cdiv(max_seqlen, 32)
         assert max(heads, 3) * self.words * tokens < 2**31, "the kernels' indices have 32 bits"
@@ -50,13 +64,21 @@ class _Problem:
         self.kept_scale = 256 / (256 - self.drop)
         self.numbers = (tokens, self.words, _LOG2_E * self.head_size**-0.5, self.kept_scale)
 
-    def launch(self, kernel: Any, stages: int, *given: Any) -> None:
-        """`stages`: how many blocks are in shared memory at a time; with large heads it has room for two."""
-        kernel[(self.blocks, self.sequences, self.heads)](
+    def launch(self, kernel: Any, shapes: tuple[_Shape, _Shape], blocks: int, *given: Any) -> None:
+        """A program for each of so many blocks of each sequence and head."""
+        shape = self.of(shapes)
+        kernel[(blocks, self.sequences, self.heads)](
             *given, H=self.heads * self.head_size, D=self.head_size, DROPS=self.drop > 0,
-            DP=max(16, triton.next_power_of_2(self.head_size)), BLOCK=_BLOCK, num_warps=4,
-            num_stages=min(stages, 3 if self.head_size <= 64 else 2),
+            DP=max(16, triton.next_power_of_2(self.head_size)), QUERIES=shape.queries, KEYS=shape.keys,
+            num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
+
+    def of(self, shapes: tuple[_Shape, _Shape]) -> _Shape:
+        return shapes[self.head_size > 64]
+
+    def blocks(self, size: int) -> int:
+        """How many blocks of so many queries or keys the longest sequence has."""
+        return -(-self.max_seqlen // size)
 
 
 def _attention_like(
@@ -78,7 +100,8 @@ def _attention(
         seed = torch.randint(2**62, (1,), device=qkv.device)
         grid = triton.cdiv(len(qkv), 256), problem.words, heads
         draw_kept[grid](seed, lengths, kept, len(qkv), drop=problem.drop, BLOCK=256)
-    problem.launch(forward, 3, qkv, bounds, kept, out, log_sums, *problem.numbers)
+    blocks = problem.blocks(problem.of(_FORWARD).queries)
+    problem.launch(forward, _FORWARD, blocks, qkv, bounds, kept, out, log_sums, *problem.numbers)
     return out, log_sums, kept
 
 
@@ -97,11 +120,15 @@ def _gradients(
     """The gradients of qkv, and of the bias in fp32."""
     problem = _Problem(qkv, bounds, max_seqlen, len(log_sums), dropout_p)
     d_qkv, along = torch.empty_like(qkv), torch.empty_like(log_sums)
-    parts = log_sums.new_empty(problem.blocks * problem.sequences, qkv.shape[1])
-    outputs = along, d_qkv, parts, *problem.numbers, problem.head_size**-0.5 * problem.kept_scale
-    problem.launch(backward_queries, 3, gradient, qkv, out, bounds, kept, log_sums, *outputs)
-    problem.launch(backward_keys, 1, gradient, qkv, bounds, kept, log_sums, *outputs)
-    return d_qkv, parts.sum(0)
+    numbers = *problem.numbers, problem.head_size**-0.5 * problem.kept_scale
+    width = len(log_sums) * problem.head_size
+    of_queries, of_keys = problem.blocks(problem.of(_QUERIES).queries), problem.blocks(problem.of(_KEYS).keys)
+    d_q = log_sums.new_empty(of_queries * problem.sequences, width)
+    d_kv = log_sums.new_empty(of_keys * problem.sequences, 2 * width)
+    given = bounds, kept, log_sums, along, d_qkv
+    problem.launch(backward_queries, _QUERIES, of_queries, gradient, qkv, out, *given, d_q, *numbers)
+    problem.launch(backward_keys, _KEYS, of_keys, gradient, qkv, *given, d_kv, *numbers)
+    return d_qkv, torch.cat([d_q.sum(0), d_kv.sum(0)])
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -85,7 +85,7 @@ def test_the_norm_is_torchs(dtype: torch.dtype, error: float, shape: tuple[int, 
         norm = nn.LayerNorm(shape[1], eps=1e-3)
         del norm.weight, norm.bias
         norm.weight, norm.bias = weight, shift  # type: ignore[assignment]
-        return cpu_kernels.bias_dropout_add_norm(product, bias, residual, norm, 0.0)
+        return cpu_kernels.bias_dropout_add_norm(product, bias, residual, norm, 0.0)[0]
 
     def exact(product: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
         return F.layer_norm(product + bias + residual, shape[1:], weight, shift, eps=1e-3)
@@ -94,11 +94,24 @@ def test_the_norm_is_torchs(dtype: torch.dtype, error: float, shape: tuple[int, 
     assert_same(ours, exact, [product, bias, residual, weight, shift], error, times=8.0)
 
 
+def test_what_the_norm_gives_twice_has_the_gradients_of_both() -> None:
+    """Of two uses, and of either alone."""
+    shape, norm = (37, 96), nn.LayerNorm(96, dtype=torch.float64)
+    given = [one.requires_grad_() for one in draws(shape, shape[1:], shape, dtype=torch.float64)]
+    uses = list(draws(shape, shape, dtype=torch.float64))
+    for which in ([0, 1], [0], [1]):
+        both = cpu_kernels.bias_dropout_add_norm(*given, norm, 0.0)
+        assert torch.equal(*both)
+        ours = torch.autograd.grad([both[i] for i in which], given, [uses[i] for i in which])
+        exact = torch.autograd.grad(norm(given[0] + given[1] + given[2]), given, sum(uses[i] for i in which))
+        torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
+
+
 def kept_by(p: float, shape: tuple[int, int]) -> Tensor:
     """What the norm's dropout keeps of `shape`, for the state of torch's generator: what was 1 is negative if not."""
     norm = nn.LayerNorm(shape[1], dtype=torch.float64)
     ones = torch.ones(shape, dtype=torch.float64)
-    out = cpu_kernels.bias_dropout_add_norm(ones, 0 * ones[0], 0 * ones, norm, p)
+    out = cpu_kernels.bias_dropout_add_norm(ones, 0 * ones[0], 0 * ones, norm, p)[0]
     return (out > 0).double()
 
 
@@ -118,7 +131,7 @@ def test_the_norm_drops_the_same_forward_and_backward(dtype: torch.dtype, error:
         return F.layer_norm((product + bias) * kept / 0.75 + residual, shape[1:])
 
     def ours(product: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-        return cpu_kernels.bias_dropout_add_norm(product, bias, residual, norm, 0.25)
+        return cpu_kernels.bias_dropout_add_norm(product, bias, residual, norm, 0.25)[0]
 
     assert_same(ours, exact, [product, bias, residual], error, times=8.0)
 
@@ -160,7 +173,7 @@ def test_not_a_number_stays_one(dtype: torch.dtype, error: float, operation: str
         assert weights.isnan().sum(1).tolist() == [0, 5, 0]
     elif operation == "norm":
         norm = nn.LayerNorm(5, dtype=weights_type(dtype))
-        out = cpu_kernels.bias_dropout_add_norm(x, zeros, torch.zeros_like(x), norm, 0.0)
+        out = cpu_kernels.bias_dropout_add_norm(x, zeros, torch.zeros_like(x), norm, 0.0)[0]
         assert out.isnan().sum(1).tolist() == [0, 5, 0]
     else:
         assert cpu_kernels.cross_entropy(x, torch.zeros(3, dtype=torch.int64), IGNORED).isnan()
@@ -244,7 +257,7 @@ def test_any_number_of_threads_gives_the_same_bytes(request: pytest.FixtureReque
         torch.manual_seed(1)
         product, residual = draws((517, 96), (517, 96), dtype=torch.bfloat16)
         (bias,) = draws((96,), dtype=torch.float32)
-        out = cpu_kernels.bias_dropout_add_norm(cpu_kernels.bias_gelu(product, bias), bias, residual, norm, 0.1)
+        out = cpu_kernels.bias_dropout_add_norm(cpu_kernels.bias_gelu(product, bias), bias, residual, norm, 0.1)[0]
         group = Group(0, 11, 47, 47, torch.arange(11, dtype=torch.int32) + 37)
         sequences = cpu_kernels.Sequences([group], 517)
         out = cpu_kernels.dropout(cpu_kernels.attention(out.repeat(1, 3), bias.repeat(3), sequences, 4, 0.1), 0.1)

@@ -9,14 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.support import MODEL, synthetic_rows
-from tests.trainer.models.test_bert import batch_of
+from tests.trainer.devices.gradient_sums import require_autograds_sums
 from trainer.devices import cpu_kernels
 from trainer.devices.cpu_kernels import operators
 from trainer.devices.cpu_operations import CpuOperations
-from trainer.models.bert import WORD_EMBEDDINGS, BertForPreTraining
-from trainer.models.config import ModelConfig
-from trainer.optim.parameters import FlatParameters
 from trainer.precision import Precision
 
 pytestmark = pytest.mark.skipif(cpu_kernels.library() is None, reason="needs a C compiler")
@@ -28,36 +24,7 @@ class Table(nn.Embedding):
 
 @pytest.mark.parametrize("name", ["autocast", "fp32", "fp64"])
 def test_sums_are_autograds_bit_by_bit(name: str) -> None:
-    """Over two steps of two micro-steps, weights changing in between: in the second, converted weights are new."""
-    operations, precision = CpuOperations(), Precision(name)
-    batches = [batch_of(synthetic_rows(3, seq_len=32, max_pred_len=5, seed=seed)) for seed in (1, 2)]
-    sums = []
-    for by_kernels in (True, False):
-        model = BertForPreTraining(ModelConfig(**MODEL).without_dropout(), operations).to(precision.dtype)
-        model.initialise(seed=1)
-        parameters = FlatParameters(model, lambda _: True, 1, precision)
-        for parameter in model.parameters():
-            assert parameter.gradient_sum is parameter.grad  # type: ignore[attr-defined]
-            if not by_kernels:
-                del parameter.gradient_sum
-        for _ in range(2):
-            parameters.zero_gradients()
-            with precision.step_context("cpu"), operations.step_context():
-                for batch in batches:
-                    with precision.forward_context("cpu"):
-                        losses = model(batch)
-                    sum(losses).backward()
-            with torch.no_grad():
-                for weight in parameters.groups[0].weights:
-                    weight *= 0.9
-        sums.append(dict(parameters.named([group.gradients for group in parameters.groups])))
-    for (which, one), other in zip(sums[0].items(), sums[1].values(), strict=True):
-        assert one.abs().max() > 0, which
-        if which == WORD_EMBEDDINGS:  # autograd adds those of both uses before it adds them to the sum
-            rounding = torch.finfo(one.dtype).eps * other.abs().max()
-            assert (one - other).abs().max() <= 4 * rounding
-        else:
-            assert torch.equal(one, other), which
+    require_autograds_sums(CpuOperations(), Precision(name), "cpu")
 
 
 def test_words_that_come_often_and_padding() -> None:

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tests.helpers.support import MODEL, synthetic_rows
 from tests.trainer.data.test_packed import write_both
+from tests.trainer.devices.gradient_sums import require_autograds_sums
 from tests.trainer.models.test_bert import batch_of
-from trainer.data.bert_batch import BertBatch
+from trainer.data.bert_batch import IGNORED, BertBatch
 from trainer.data.order import Samples
 from trainer.data.reader import BatchReader
 from trainer.data.shards import ShardSet
@@ -25,6 +27,7 @@ from trainer.machine import arithmetic, randomness
 from trainer.models.bert import BertForPreTraining
 from trainer.models.config import ModelConfig
 from trainer.models.operations import Operations
+from trainer.precision import Precision
 
 pytest.importorskip("triton", reason="needs Triton, which is for Linux")
 
@@ -119,6 +122,24 @@ def test_a_model_under_autocast_is_float64s_but_for_rounding(tmp_path: Path, kin
             assert (one - other).norm() <= 12 * 2.0**-8 * other.norm(), name  # a rounding for each product before it
     ours, theirs = errors
     assert ours <= 2 * theirs
+
+
+@pytest.mark.slow
+def test_sums_are_autograds_bit_by_bit() -> None:
+    require_autograds_sums(CudaOperations(has_triton=True), Precision("autocast"), DEVICE)
+
+
+def test_words_that_fill_up_the_vocabulary_change_nothing() -> None:
+    """Loss and gradients are those of torch's cross-entropy in float64."""
+    x, weight, bias = torch.randn(8, 16), torch.randn(70, 16), torch.randn(70)
+    given = [one.to(DEVICE).requires_grad_() for one in (x, weight, bias)]
+    labels = torch.tensor([0, 69, IGNORED, 3, 5, 7, 68, 1], device=DEVICE)
+    loss = CudaOperations(has_triton=True).words_cross_entropy(*given, labels)
+    ours = [loss, *torch.autograd.grad(loss, given)]
+    wide = [one.detach().double().requires_grad_() for one in given]
+    true = F.cross_entropy(F.linear(*wide), labels, ignore_index=IGNORED, reduction="sum")
+    for one, other in zip(ours, [true, *torch.autograd.grad(true, wide)], strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

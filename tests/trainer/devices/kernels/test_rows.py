@@ -61,7 +61,7 @@ def test_the_norm_of_a_sum_is_float64s(columns: int, dtype: torch.dtype) -> None
 
     def ours(x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
         layer: Any = SimpleNamespace(weight=weight, bias=shift, eps=1e-5)
-        return bias_dropout_add_norm(x, bias, residual, layer, 0.0)
+        return bias_dropout_add_norm(x, bias, residual, layer, 0.0)[0]
 
     def true(x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
         return F.layer_norm(x + bias + residual, (columns,), weight, shift, 1e-5)
@@ -69,11 +69,29 @@ def test_the_norm_of_a_sum_is_float64s(columns: int, dtype: torch.dtype) -> None
     assert_true(ours, true, given)
 
 
+@every_type
+def test_what_the_norm_gives_twice_has_the_gradients_of_both(dtype: torch.dtype) -> None:
+    """Of two uses, added up in fp32; of the second alone."""
+    x, bias, residual = drawn(9, 96, dtype=dtype), drawn(96, seed=1), drawn(9, 96, dtype=dtype, seed=2)
+    layer, used = nn.LayerNorm(96).to(DEVICE), [drawn(9, 96, dtype=dtype, seed=seed).detach() for seed in (3, 4)]
+    given = x, bias, residual, layer.weight, layer.bias
+    wide = [one.detach().double().requires_grad_() for one in given]
+    for weights in ((1.0, 1.0), (0.0, 1.0)):
+        both = bias_dropout_add_norm(x, bias, residual, layer, 0.0)
+        assert torch.equal(*both)
+        outs = [(one, use) for one, use, weight in zip(both, used, weights, strict=True) if weight]
+        ours = torch.autograd.grad([one for one, _ in outs], given, [use for _, use in outs])
+        true = F.layer_norm(wide[0] + wide[1] + wide[2], (96,), wide[3], wide[4])
+        expected = torch.autograd.grad(true, wide, sum(use.double() for _, use in outs))
+        for one, other in zip(ours, expected, strict=True):
+            assert (one.double() - other).norm() <= 2 * UNITS[dtype] * other.norm()
+
+
 def dropped(p: float, rows: int, columns: int, seed: int) -> Tensor:
     """Which numbers were: of ones without a residual, the mean and everything else is positive."""
     x = torch.ones(rows, columns, device=DEVICE)
     torch.manual_seed(seed)
-    out = bias_dropout_add_norm(x, 0 * x[0], 0 * x, nn.LayerNorm(columns).to(DEVICE), p)
+    out = bias_dropout_add_norm(x, 0 * x[0], 0 * x, nn.LayerNorm(columns).to(DEVICE), p)[0]
     return (out < 0).cpu()
 
 
@@ -102,7 +120,7 @@ def test_dropout_scales_what_it_keeps_and_drops_the_same_gradients() -> None:
     x, bias, residual = drawn(6, columns), drawn(columns, seed=1), drawn(6, columns, seed=2)
     layer = nn.LayerNorm(columns).to(DEVICE)
     torch.manual_seed(5)
-    out = bias_dropout_add_norm(x, bias, residual, layer, p)
+    out = bias_dropout_add_norm(x, bias, residual, layer, p)[0]
     gradient = drawn(6, columns, seed=3).detach()
     found = torch.autograd.grad(out, (x, bias, residual), gradient)
     keep = (found[0] != 0).double()  # all that was not dropped has a gradient
