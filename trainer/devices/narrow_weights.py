@@ -49,7 +49,7 @@ class NarrowWeights:
     def of(self, *weights: Tensor) -> Tensor | None:
         """fp32 weights, one below the other, in the type that autocast has for products; None if it has none, or if
         their gradients are not summed by `gradient_sum`."""
-        kind = weights[0].device.type
+        kind = "cpu" if weights[0].is_cpu else "cuda"
         is_summed = torch.is_grad_enabled() and all(gradient_sum(weight) is not None for weight in weights)
         is_converted = torch.is_autocast_enabled(kind) and all(weight.dtype == torch.float32 for weight in weights)
         dtype = torch.get_autocast_dtype(kind)

@@ -80,7 +80,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("text", [False, True], ids=["without text", "with text"])
+@pytest.mark.parametrize(
+    "text", [pytest.param(False, id="without text", marks=pytest.mark.slow), pytest.param(True, id="with text")]
+)
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_loader_takes_it_and_a_run_would_start(
     target: str, text: bool, bare: dict[str, str], corpus: Path, tmp_path: Path
@@ -125,7 +127,18 @@ def test_it_is_short_and_every_setting_has_its_comment(target: str, bare: dict[s
 
 @pytest.mark.parametrize(
     ("target", "config"),
-    [(name, f"{name}-bert-large") for name in ("gpu", "trn1", "trn2", "trn3")] + [("slurm", "slurm-two-nodes")],
+    [
+        ("trn1", "trn1-bert-large"),
+        *(
+            pytest.param(target, config, marks=pytest.mark.slow)
+            for target, config in (
+                ("gpu", "gpu-bert-large"),
+                ("trn2", "trn2-bert-large"),
+                ("trn3", "trn3-bert-large"),
+                ("slurm", "slurm-two-nodes"),
+            )
+        ),
+    ],
 )
 def test_its_values_are_those_of_the_projects_configuration(
     target: str, config: str, bare: dict[str, str], tmp_path: Path

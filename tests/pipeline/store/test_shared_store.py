@@ -292,7 +292,7 @@ def test_of_two_machines_that_train_the_same_one_waits_and_fetches(start: Start,
     assert any("is making it; waiting" in log for log in logs)
 
 
-@pytest.mark.parametrize("reason", [KeyboardInterrupt, Detached])
+@pytest.mark.parametrize("reason", [KeyboardInterrupt, pytest.param(Detached, marks=pytest.mark.slow)])
 def test_the_lease_lasts_until_the_last_checkpoint_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: type[BaseException]
 ) -> None:

@@ -197,6 +197,7 @@ def test_rows_that_do_not_fit_the_model_are_one_line(
 ) -> None:
     write_shard(tmp_path / "x_test_0.hdf5", synthetic_rows(3, seq_len=32, max_pred_len=5, seed=0))
     other = BertForPreTraining(dataclasses.replace(ours.config, **change))
+    other.initialise(seed=1)
     model = save_in_form(other, tmp_path / "model", "plain")
     done = forked("stages.evaluate", model, tmp_path, "--device", "cpu", "--out", tmp_path / "out")
     assert_one_line_error(done, said)

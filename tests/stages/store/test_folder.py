@@ -85,6 +85,7 @@ def test_a_process_that_stands_still_blocks_its_own_record_alone(
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_no_write_is_lost_among_processes_that_are_killed_at_any_moment(backend: Backend, tmp_path: Path) -> None:
     """Six processes append to one record; again and again one is killed and another begins. What was acknowledged is
     there, once and in order; what was not is at most the last line of each that was killed."""

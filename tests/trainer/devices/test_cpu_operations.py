@@ -134,7 +134,7 @@ def test_no_other_thread_of_training_has_threads_of_its_own(data: Path, tmp_path
     assert counts == [before] * 12
 
 
-@pytest.mark.parametrize(("given", "expected"), [("1", 1), (None, 2)])
+@pytest.mark.parametrize(("given", "expected"), [pytest.param("1", 1, marks=pytest.mark.slow), (None, 2)])
 def test_the_users_number_of_threads_counts_under_torchrun(tmp_path: Path, given: str | None, expected: int) -> None:
     """The worker has both cores."""
     if len(os.sched_getaffinity(0)) < 2:

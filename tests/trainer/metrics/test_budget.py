@@ -80,8 +80,15 @@ def measured(data: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.mark.parametrize(
     ("workers", "values"),
-    [(1, {}), (2, {}), (2, {"tensor_parallel_size": 2}), (2, {"data_parallel": "ddp"}), (1, {"optimizer": "Muon"}),
-     (1, {"batch_ramp_steps": 8})],
+    [
+        (1, {}), (2, {}), (1, {"batch_ramp_steps": 8}),
+        *(
+            pytest.param(workers, values, marks=pytest.mark.slow)
+            for workers, values in (
+                (2, {"tensor_parallel_size": 2}), (2, {"data_parallel": "ddp"}), (1, {"optimizer": "Muon"})
+            )
+        ),
+    ],
 )  # fmt: skip
 def test_a_measured_training_ends_with_the_bytes_of_one_of_as_many_steps(
     data: Path, model: Path, tmp_path: Path, workers: int, values: dict[str, Any]

@@ -98,7 +98,9 @@ def freeze_a_layer(model: Model) -> None:
         pytest.param("positions", without_positions, id="positions missing"),
     ],
 )
-@pytest.mark.parametrize("is_static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    "is_static", [pytest.param(False, id="dynamic"), pytest.param(True, id="static", marks=pytest.mark.slow)]
+)
 def test_a_fault_of_the_batches_is_found_within_60_steps(
     language: Path, masked: Path, tmp_path: Path, cause: str, fault: Fault, is_static: bool
 ) -> None:
@@ -147,7 +149,7 @@ def test_copies_with_other_static_masks_are_no_duplicates_and_those_with_the_sam
     assert [what for _, what in diagnoses(tmp_path / "out")] == causes
 
 
-@pytest.mark.parametrize(("optimizer", "lr"), [("AdamW", 1e-3), ("Muon", 1e-2)])
+@pytest.mark.parametrize(("optimizer", "lr"), [("AdamW", 1e-3), pytest.param("Muon", 1e-2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("factor", "cause"), [(30, "learning rate too high"), (1 / 300, "learning rate too low")])
 def test_a_wrong_learning_rate_is_found_within_200_steps(
     language: Path, tmp_path: Path, optimizer: str, lr: float, factor: float, cause: str
@@ -157,7 +159,12 @@ def test_a_wrong_learning_rate_is_found_within_200_steps(
 
 
 @pytest.mark.parametrize(
-    ("factor", "causes"), [(30, ["learning rate too high"]), (1, []), (1 / 300, ["learning rate too low"])]
+    ("factor", "causes"),
+    [
+        (30, ["learning rate too high"]),
+        (1, []),
+        pytest.param(1 / 300, ["learning rate too low"], marks=pytest.mark.slow),
+    ],
 )
 def test_from_the_defaults_start_a_wrong_learning_rate_is_found_too(
     language: Path, default_start: dict[str, Any], tmp_path: Path, factor: float, causes: list[str]

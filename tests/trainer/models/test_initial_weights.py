@@ -68,7 +68,7 @@ def assert_no_two_runs_alike(found: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize(
-    "preset", [pytest.param(name, marks=[pytest.mark.slow] * (name == "large")) for name in (*PRESETS, "mlp")]
+    "preset", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("base", "large"))) for name in (*PRESETS, "mlp")]
 )
 def test_no_tensor_of_a_preset_tells_of_another(preset: str) -> None:
     found = draws(initialised(preset, seed=12349))

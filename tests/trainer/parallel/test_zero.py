@@ -164,6 +164,7 @@ def _rounded(x: torch.Tensor) -> torch.Tensor:
     return stochastically_rounded(x, torch.Tensor.view)
 
 
+@pytest.mark.slow
 def test_a_lost_workers_share_is_gone_and_the_run_goes_on_from_its_checkpoint(
     data: Path, model: Path, tmp_path: Path
 ) -> None:

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Of Philox, as random bits are drawn: as many as pass all of TestU01's tests (Salmon et al. 2011, "Parallel random
-#: numbers: as easy as 1, 2, 3", section 5); its authors' default of 10 takes a third longer.
+#: Of Philox4x32, as random bits are drawn: the fewest that pass BigCrush (Salmon et al. 2011, "Parallel random numbers:
+#: as easy as 1, 2, 3"). Triton's default, 10, takes a third longer.
 ROUNDS = tl.constexpr(7)
 #: Programs for each multiprocessor.
 _PROGRAMS = 8

@@ -59,7 +59,13 @@ def decisions(kept: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("head_size", "dtype"), [(16, torch.bfloat16), (20, torch.float16), (64, torch.bfloat16), (128, torch.float16)]
+    ("head_size", "dtype"),
+    [
+        (16, torch.bfloat16),
+        (20, torch.float16),
+        pytest.param(64, torch.bfloat16, marks=pytest.mark.slow),
+        (128, torch.float16),
+    ],
 )
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 def test_values_and_gradients_are_those_of_float64_but_for_rounding(
@@ -108,7 +114,7 @@ def draw(p: float, lengths: tuple[int, ...], seed: int) -> Tensor:
     return decisions(module._attention(qkv, qkv[0].float(), bounds, of_tokens, max(lengths), HEADS, p)[2])
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5, 3 / 256])
+@pytest.mark.parametrize("p", [0.1, *(pytest.param(p, marks=pytest.mark.slow) for p in (0.5, 3 / 256))])
 def test_a_share_is_dropped_and_no_head_query_or_key_is_favoured(p: float) -> None:
     """Within five standard deviations of so many independent draws."""
     kept = draw(p, (256, 256), seed=3).double().cpu()
@@ -119,6 +125,7 @@ def test_a_share_is_dropped_and_no_head_query_or_key_is_favoured(p: float) -> No
         assert (shares - share).abs().max() <= 5 * math.sqrt(share * (1 - share) / n)
 
 
+@pytest.mark.slow
 def test_decisions_are_independent_of_each_other() -> None:
     """Of neighbours and of those in the next words, along keys and queries; of other heads, and of other calls."""
     kept = draw(0.5, (256, 256), seed=4).double().cpu() - 0.5
@@ -148,6 +155,7 @@ def test_the_seed_decides_what_is_dropped_and_the_backward_pass_draws_nothing() 
     assert not torch.equal(found[0][0], found[2][0])
 
 
+@pytest.mark.slow
 def test_every_call_has_the_same_bits() -> None:
     bounds, of_tokens = sequences(LENGTHS)
     qkv, bias = drawn(len(of_tokens), 3 * HEADS * 16, torch.float16).requires_grad_(), torch.zeros(3 * HEADS * 16)

@@ -95,7 +95,7 @@ def dropped(p: float, rows: int, columns: int, seed: int) -> Tensor:
     return (out < 0).cpu()
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5])
+@pytest.mark.parametrize("p", [0.1, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_a_share_is_dropped_and_no_row_or_column_is_favoured(p: float) -> None:
     """Within five standard deviations of so many independent draws."""
     found = dropped(p, 300, 1024, seed=1).double()
