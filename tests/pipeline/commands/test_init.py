@@ -83,7 +83,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "text", [pytest.param(False, id="without text", marks=pytest.mark.slow), pytest.param(True, id="with text")]
 )
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param(target, marks=[pytest.mark.slow] * (target in ("gpu", "trn2", "trn3"))) for target in TARGETS],
+)
 def test_the_loader_takes_it_and_a_run_would_start(
     target: str, text: bool, bare: dict[str, str], corpus: Path, tmp_path: Path
 ) -> None:

@@ -194,7 +194,7 @@ def _work(rank: int, port: int, tensor_parallel: int) -> None:
     mesh.disconnect()
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("tensor_parallel", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_workers_update_as_one_does(tensor_parallel: int) -> None:
     """Sharing the matrices between two copies of a model, and one model between two ranks."""
     all_end(_work, 2, tensor_parallel)

@@ -134,7 +134,7 @@ def test_a_killed_run_ends_with_the_same_bytes(data: Path, tmp_path: Path, worke
 
 
 @pytest.mark.usefixtures("torch_xla")
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_xla_computes_the_cpus_curve(data: Path, tmp_path: Path, workers: int) -> None:
     curves = [
         losses(run(data, tmp_path / device, workers=workers, epochs=1, device=device, precision="fp64"))
