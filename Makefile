@@ -24,8 +24,8 @@ export PYTHONDONTWRITEBYTECODE =
 run: $(RUNTIME)
 	$(BIN)/luigi --module pipeline BertPhase2
 
-# Two workers more than there are cores: most tests wait for processes of their own.
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 2)')
+# A worker more than there are cores; slow tests wait more, for processes of their own.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + $(if $(filter not,$(MARK)),1,2))')
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 MARK ?= not slow
 test: $(INSTALLED)
